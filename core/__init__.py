@@ -1,0 +1,1 @@
+"""Words and floor: what every other package may import. Free of torch."""

@@ -1,0 +1,239 @@
+"""Configuration: frozen dataclasses whose fields document themselves, read from defaults < file < environment < flags.
+
+A field is declared with `option(...)`; `load` turns dataclasses into flags, reads the sources in that order and builds
+the objects, whose `__post_init__` may check further. Unknown keys are errors. Nothing is mutated afterwards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pdserve.core.errors import ConfigError
+
+ENV_PREFIX = "PDSERVE_"
+C = TypeVar("C")
+
+
+def option(
+    default: object,
+    help: str,
+    *,
+    unit: str = "",
+    choices: Sequence[str] = (),
+    minimum: float | None = None,
+    maximum: float | None = None,
+) -> Any:  # dataclasses.field is untyped in the same way
+    """Declares one configuration field.
+
+    Args:
+        default: Value when no source gives one.
+        help: One line, for `--help`.
+        unit: Unit of the value; empty for names and switches.
+        choices: The values allowed, for closed sets.
+        minimum: Smallest value allowed.
+        maximum: Largest value allowed.
+    """
+    meta = {"help": help, "unit": unit, "choices": tuple(choices), "minimum": minimum, "maximum": maximum}
+    return field(default=default, metadata=meta)
+
+
+def check(config: object) -> None:
+    """Checks every field of a config against its declared range and choices; call it from `__post_init__`.
+
+    Raises:
+        ConfigError: With flag, value and what is allowed.
+    """
+    for f in fields(config):  # type: ignore[arg-type]
+        value, meta = getattr(config, f.name), f.metadata
+        if value is None:
+            continue
+        flag = flag_name(f.name)
+        if meta["choices"] and value not in meta["choices"]:
+            raise ConfigError(f"{flag} is {value!r}; it must be one of {', '.join(meta['choices'])}")
+        if meta["minimum"] is not None and value < meta["minimum"]:
+            raise ConfigError(f"{flag} is {value}; it must be at least {meta['minimum']:g}{_unit(meta['unit'])}")
+        if meta["maximum"] is not None and value > meta["maximum"]:
+            raise ConfigError(f"{flag} is {value}; it must be at most {meta['maximum']:g}{_unit(meta['unit'])}")
+
+
+def flag_name(name: str) -> str:
+    """`max_num_seqs` -> `--max-num-seqs`."""
+    return "--" + name.replace("_", "-")
+
+
+def load(
+    prog: str,
+    description: str,
+    sections: Mapping[str, type],
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Builds one object per section from defaults < `--config` file (TOML) < environment < flags.
+
+    Args:
+        prog: Name shown in the help, e.g. "pdserve prefill".
+        description: First lines of the help.
+        sections: Title -> config dataclass; field names must be distinct over all sections.
+        argv: Command-line words after the command's name.
+        environ: Environment; default is the process's. `PDSERVE_MAX_NUM_SEQS` sets `max_num_seqs`.
+
+    Returns:
+        The objects in the order of `sections`.
+
+    Raises:
+        ConfigError: A value is wrong or a key unknown.
+        SystemExit: `--help` (0) or a flag that argparse refuses (2).
+    """
+    parser = build_parser(prog, description, sections)
+    return from_namespace(sections, parser.parse_args(argv), environ)
+
+
+def build_parser(prog: str, description: str, sections: Mapping[str, type]) -> argparse.ArgumentParser:
+    """The argument parser of `load`, for commands that add arguments of their own."""
+    parser = argparse.ArgumentParser(
+        prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", metavar="FILE", help="TOML file with any of the options below (names with _ or -)")
+    for title, cls in sections.items():
+        group = parser.add_argument_group(title)
+        for f in fields(cls):
+            _add_flag(group, cls, f)
+    parser.epilog = (
+        f"Every option can also be set in the environment, e.g. {ENV_PREFIX}LOG_LEVEL=debug; flags win over the "
+        "environment, the environment wins over the file."
+    )
+    return parser
+
+
+def from_namespace(
+    sections: Mapping[str, type], namespace: argparse.Namespace, environ: Mapping[str, str] | None = None
+) -> list[Any]:
+    """Builds the objects of `load` from parsed arguments."""
+    environ = os.environ if environ is None else environ
+    file_values = _read_file(namespace.config) if namespace.config else {}
+    known = {f.name for cls in sections.values() for f in fields(cls)}
+    if unknown := sorted(set(file_values) - known):
+        raise ConfigError(f"{namespace.config}: unknown option {', '.join(unknown)}")
+    built = []
+    for cls in sections.values():
+        hints = typing.get_type_hints(cls)
+        values: dict[str, object] = {}
+        for f in fields(cls):
+            if f.name in file_values:
+                values[f.name] = _convert(f.name, hints[f.name], file_values[f.name], f"{namespace.config}: {f.name}")
+            if (env := environ.get(ENV_PREFIX + f.name.upper())) is not None:
+                values[f.name] = _convert(f.name, hints[f.name], env, ENV_PREFIX + f.name.upper())
+            if (flag := getattr(namespace, f.name)) is not None:
+                values[f.name] = flag
+        built.append(cls(**values))
+    return built
+
+
+def run_main(prog: str, main: typing.Callable[[], int]) -> typing.NoReturn:
+    """Runs a command: typed errors become one line on stderr and exit status 2 (config) or 1."""
+    try:
+        sys.exit(main())
+    except ConfigError as e:
+        print(f"{prog}: {e.message}", file=sys.stderr)
+        sys.exit(2)
+
+
+def _add_flag(group: Any, cls: type, f: Field[Any]) -> None:
+    kind = _base_type(typing.get_type_hints(cls)[f.name])
+    default = None if f.default is MISSING else f.default
+    shown = "" if default is None or default == "" else f" (default: {default}{_unit(f.metadata['unit'])})"
+    help_text = (f.metadata["help"] + shown).replace("%", "%%")
+    if kind is bool:
+        group.add_argument(flag_name(f.name), action=argparse.BooleanOptionalAction, default=None, help=help_text)
+        return
+    metavar = (
+        "{" + ",".join(f.metadata["choices"]) + "}" if f.metadata["choices"] else f.metadata["unit"].upper() or None
+    )
+    group.add_argument(flag_name(f.name), type=kind, default=None, metavar=metavar, help=help_text)
+
+
+def _convert(name: str, hint: Any, value: object, where: str) -> object:
+    kind = _base_type(hint)
+    try:
+        if kind is bool:
+            if isinstance(value, bool):
+                return value
+            return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(value).lower()]
+        return kind(value)
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{where} is {value!r}; it must be {kind.__name__}") from None
+
+
+def _base_type(hint: Any) -> Any:
+    """`int | None` -> `int`."""
+    if isinstance(hint, types.UnionType):
+        return next(a for a in typing.get_args(hint) if a is not type(None))
+    return hint
+
+
+def _read_file(path: str) -> dict[str, object]:
+    try:
+        raw = tomllib.loads(Path(path).read_text())
+    except OSError as e:
+        raise ConfigError(f"--config {path}: {e.strerror}") from e
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"--config {path}: not TOML: {e}") from e
+    return {k.replace("-", "_"): v for k, v in raw.items()}
+
+
+def _unit(unit: str) -> str:
+    return f" {unit}" if unit else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceConfig:
+    """What every service has: where it listens, where the store is, what it reports."""
+
+    host: str = option("127.0.0.1", "address to listen on; 0.0.0.0 for all interfaces")
+    port: int = option(0, "gRPC port; 0 picks a free one", minimum=0, maximum=65535)
+    advertise_address: str | None = option(None, "host:port that others reach this service at; default: host:port")
+    metrics_port: int | None = option(
+        None, "Prometheus metrics port; 0 picks a free one; not set: no metrics endpoint", minimum=0, maximum=65535
+    )
+    redis_url: str = option("redis://127.0.0.1:6379/0", "Redis or Valkey with request state and worker discovery")
+    cluster: str = option("default", "name that separates deployments sharing one Redis")
+    otlp_traces_endpoint: str | None = option(None, "OTLP gRPC endpoint for traces, e.g. http://127.0.0.1:4317")
+    log_level: str = option("info", "least severe log lines shown", choices=("debug", "info", "warning", "error"))
+    max_message_bytes: int = option(16 << 20, "largest gRPC message accepted", unit="bytes", minimum=1 << 16)
+    drain_grace_s: float = option(30.0, "time that running requests get after SIGTERM", unit="s", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerConfig:
+    """What every worker has beside the engine: its name, its health limit and its side of the KV transfer."""
+
+    worker_id: str | None = option(None, "stable name of this worker; default: role, host name and port")
+    step_stall_s: float = option(
+        60.0, "liveness fails when sequences run but no engine step ends for this long", unit="s", minimum=1
+    )
+    router_timeout_s: float = option(3.0, "a router silent for this long is taken for dead", unit="s", minimum=0.1)
+    data_port: int = option(0, "port of the KV data plane (prefill side); 0 picks a free one", minimum=0, maximum=65535)
+    advertise_data_address: str | None = option(None, "host:port that decode workers reach the data plane at")
+    kv_lease_s: float = option(
+        10.0, "time that computed pages wait for a reader without renewal", unit="s", minimum=0.1
+    )
+    kv_integrity: str = option(
+        "host", "page checksums on the wire: xxh3 on the host, or none", choices=("host", "none")
+    )
+    reserve_wait_s: float = option(5.0, "time that a reservation waits for free pages", unit="s", minimum=0)
+    pull_idle_s: float = option(2.0, "a pull that receives nothing for this long fails", unit="s", minimum=0.05)
+
+    def __post_init__(self) -> None:
+        check(self)

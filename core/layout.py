@@ -1,0 +1,134 @@
+"""KVLayout: where the KV of a token lies inside a page. This is also the wire format.
+
+A page of all layers is one contiguous run of bytes. Layers with equal KV shape form a group; within a group:
+
+    [page][kv_head][layer][K|V][token][head_dim]
+
+so that any range of KV heads of a group is contiguous too. K and V may have different widths (MLA as plain attention).
+All offsets are in elements unless the name says bytes, and are Python ints (no 32-bit limit).
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+from pdserve.core.errors import ConfigError, TransferError
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class LayerGroup:
+    """Layers of equal KV shape.
+
+    Attributes:
+        layers: Model layer indices, ascending.
+        num_kv_heads: KV heads per layer.
+        k_dim: Elements of one key.
+        v_dim: Elements of one value.
+    """
+
+    layers: tuple[int, ...]
+    num_kv_heads: int
+    k_dim: int
+    v_dim: int
+
+    def __post_init__(self) -> None:
+        if not self.layers or list(self.layers) != sorted(set(self.layers)):
+            raise ConfigError(f"KV layer group: layers {self.layers} must be ascending and distinct")
+        for name in ("num_kv_heads", "k_dim", "v_dim"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"KV layer group: {name} is {getattr(self, name)}; it must be at least 1")
+
+    def page_elements(self, page_size: int) -> int:
+        """Elements that one page holds for this group."""
+        return self.num_kv_heads * len(self.layers) * (self.k_dim + self.v_dim) * page_size
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape, dtype and order of the KV of one model.
+
+    Attributes:
+        page_size: Tokens per page, >= 1.
+        dtype: "float32", "float16" or "bfloat16".
+        groups: Layer groups in page order.
+    """
+
+    page_size: int
+    dtype: str
+    groups: tuple[LayerGroup, ...]
+
+    def __post_init__(self) -> None:
+        if self.page_size < 1:
+            raise ConfigError(f"page_size is {self.page_size}; it must be at least 1 token")
+        if self.dtype not in DTYPE_BYTES:
+            raise ConfigError(f"KV dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
+        layers = [layer for g in self.groups for layer in g.layers]
+        if not layers or len(layers) != len(set(layers)):
+            raise ConfigError("KV layout: every layer belongs to exactly one group, and there is at least one")
+
+    @classmethod
+    def uniform(cls, *, num_layers: int, num_kv_heads: int, head_dim: int, page_size: int, dtype: str) -> KVLayout:
+        """Layout of a model whose layers all have the same KV shape."""
+        group = LayerGroup(tuple(range(num_layers)), num_kv_heads, head_dim, head_dim)
+        return cls(page_size, dtype, (group,))
+
+    @cached_property
+    def page_elements(self) -> int:
+        """Elements of one page."""
+        return sum(g.page_elements(self.page_size) for g in self.groups)
+
+    @cached_property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return self.page_elements * DTYPE_BYTES[self.dtype]
+
+    @cached_property
+    def group_offsets(self) -> tuple[int, ...]:
+        """Element offset of each group within a page."""
+        offsets, at = [], 0
+        for g in self.groups:
+            offsets.append(at)
+            at += g.page_elements(self.page_size)
+        return tuple(offsets)
+
+    def num_pages(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def to_json(self) -> str:
+        """Descriptor for peers."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> KVLayout:
+        """Reads a peer's descriptor.
+
+        Raises:
+            TransferError: The text is not a layout.
+        """
+        try:
+            raw = json.loads(text)
+            groups = tuple(
+                LayerGroup(tuple(g["layers"]), g["num_kv_heads"], g["k_dim"], g["v_dim"]) for g in raw["groups"]
+            )
+            return cls(raw["page_size"], raw["dtype"], groups)
+        except (ValueError, KeyError, TypeError, ConfigError) as e:
+            raise TransferError(f"peer sent a KV layout that cannot be read: {e}", reason="BAD_LAYOUT") from e
+
+
+def incompatibility(ours: KVLayout, theirs: KVLayout) -> str | None:
+    """Says why pages of one layout cannot be copied into the other.
+
+    Returns:
+        A sentence for an operator, or None when pages can be copied byte for byte.
+    """
+    for name in ("page_size", "dtype"):
+        if getattr(ours, name) != getattr(theirs, name):
+            return f"{name} differs: {getattr(ours, name)} here, {getattr(theirs, name)} there"
+    if ours.groups != theirs.groups:
+        return "KV heads, head dims or layers differ: the workers serve different models or shards"
+    return None

@@ -1,0 +1,76 @@
+"""What a client asked, and the names of the states that it goes through. Immutable words; no behaviour."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from pdserve.core.sampling import SamplingParams
+
+
+class Role(StrEnum):
+    """What a worker computes."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MIXED = "mixed"
+
+
+class FinishReason(StrEnum):
+    """Why a token stream ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of one token.
+
+    Attributes:
+        token_id: The token.
+        logprob: Natural logarithm, of the distribution before temperature and filters.
+        rank: 1 is the likeliest token of the vocabulary.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class PositionLogprobs:
+    """Log-probabilities at one output index.
+
+    Attributes:
+        chosen: The sampled token.
+        top: The likeliest tokens, best first.
+    """
+
+    chosen: TokenLogprob
+    top: tuple[TokenLogprob, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One attempt of a generation request as the engine sees it.
+
+    Attributes:
+        key: Unique on this engine while the attempt lives; chosen by the caller (e.g. "request_id/attempt").
+        prompt_token_ids: The prompt; at least one id.
+        emitted_token_ids: Output that the client already holds; computed like prompt tokens, never sent again. The first
+            token sampled has output index len(emitted_token_ids).
+        sampling: Validated parameters; `seed` and `max_tokens` are set. max_tokens counts emitted tokens too.
+        eos_token_ids: End-of-sequence tokens of the model.
+        priority: Lower runs first.
+        arrival_s: Monotonic seconds of arrival at this process.
+    """
+
+    key: str
+    prompt_token_ids: tuple[int, ...]
+    sampling: SamplingParams
+    eos_token_ids: frozenset[int]
+    arrival_s: float
+    emitted_token_ids: tuple[int, ...] = ()
+    priority: int = 0

@@ -1,0 +1,322 @@
+"""The contract between the side that decides (scheduler) and the side that computes (runner). Data only.
+
+One step is three calls:
+
+    output = scheduler.schedule(now)         # SchedulerOutput: plain ints
+    result = runner.execute(output)          # RunnerOutput: sampled tokens, after the device fence
+    events = scheduler.update(output, result, now)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Protocol
+
+from pdserve.core.request import FinishReason, PositionLogprobs, Request
+from pdserve.core.sampling import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """What one sequence computes in one step.
+
+    Attributes:
+        key: The sequence's `Request.key`.
+        start: Tokens computed before this step (position of the first token of `token_ids`).
+        token_ids: Tokens to compute, in order; at least one.
+        page_table: Page ids in order, covering at least start + len(token_ids) tokens. Read-only for the runner.
+        sampling: Set when a token is sampled from the last position; None for a chunk that does not end the known tokens.
+        output_index: Output index of the token to sample; meaningless when `sampling` is None.
+    """
+
+    key: str
+    start: int
+    token_ids: Seq[int]
+    page_table: Seq[int]
+    sampling: SamplingParams | None
+    output_index: int
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerOutput:
+    """One step's work.
+
+    Attributes:
+        step: Step number, from 1.
+        sequences: Decodes and prefill chunks, in the order of execution; never empty (an idle step is not executed).
+        num_tokens: Sum of tokens over `sequences`.
+    """
+
+    step: int
+    sequences: tuple[ScheduledSequence, ...]
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A sampled token.
+
+    Attributes:
+        token_id: The token.
+        logprobs: Set when the sequence asked for log-probabilities.
+    """
+
+    token_id: int
+    logprobs: PositionLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerOutput:
+    """What one step computed, valid only after the device fence.
+
+    Attributes:
+        sampled: One entry per scheduled sequence; None where nothing was sampled.
+    """
+
+    sampled: tuple[SampledToken | None, ...]
+
+
+class Runner(Protocol):
+    """Computes steps. Owns tensors; knows nothing of requests, queues or pages' owners."""
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """Writes the KV of all scheduled tokens into their pages and samples; returns after the device fence.
+
+        Raises:
+            EngineError: The computation failed; the engine is dead.
+        """
+        ...
+
+
+# ---- what goes in: commands, drained by the engine thread at begin_step --------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Compute a request. On a prefill role the sequence ends in HANDOFF and its pages stay leased.
+
+    Attributes:
+        request: The request.
+        handoff: True: stop after the first sampled token and keep the pages leased until `ReleaseLease`.
+        reserved: With handoff: the destination has reserved pages already (`MarkReserved` says so later).
+    """
+
+    request: Request
+    handoff: bool = False
+    reserved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MarkReserved:
+    """The destination of a handoff sequence has reserved its pages: run it before unreserved ones."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reserve:
+    """Set pages aside for KV that will be pulled; answered by `Reserved` or `ReservationRefused`, maybe steps later.
+
+    Attributes:
+        request: The request; its prompt and emitted tokens are what will arrive.
+        expires_s: Monotonic seconds after which it is refused with retry-after when pages are still missing.
+    """
+
+    request: Request
+    expires_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Activate:
+    """All reserved pages are VALID: the sequence joins the batch with a first token that another worker sampled.
+
+    Attributes:
+        key: The reserved sequence.
+        token_id: Sampled by the prefill worker; never sampled again.
+    """
+
+    key: str
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a sequence, reservation or lease in whatever state; answered by `SequenceAborted`. Idempotent.
+
+    The caller aborts a reservation only after every write into its pages has ended (fence, then free).
+    """
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseLease:
+    """No reader needs the handoff pages any more. Unknown keys are ignored."""
+
+    key: str
+
+
+Command = Add | MarkReserved | Reserve | Activate | Abort | ReleaseLease
+
+
+# ---- what comes out: events of one step ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PageRef:
+    """A page and its reuse number.
+
+    Attributes:
+        page_id: Index in the pool.
+        generation: Incremented each time the page becomes free.
+    """
+
+    page_id: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokensSampled:
+    """New tokens of a sequence.
+
+    Attributes:
+        key: The sequence.
+        index: Output index of the first of `token_ids`.
+        token_ids: New tokens, in order; not empty.
+        logprobs: One per token, or empty when not asked for.
+        finish_reason: Set when this ends the sequence (its pages are free, or leased on a handoff).
+        stop_token_id: The token that matched, when it was an end-of-sequence or stop token.
+        num_cached_tokens: Prompt tokens that came from the prefix cache.
+    """
+
+    key: str
+    index: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PagesReady:
+    """Pages of a handoff sequence whose KV is final after the step's fence: the watermark rises.
+
+    Attributes:
+        key: The sequence.
+        first_page: Index within the sequence of the first of `pages`.
+        pages: In prompt order. The partial last page comes with the prompt's last chunk.
+        complete: True when these are the last ones.
+    """
+
+    key: str
+    first_page: int
+    pages: tuple[PageRef, ...]
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillStarted:
+    """The first step of a sequence ran (ends its queue time)."""
+
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reserved:
+    """Pages are set aside.
+
+    Attributes:
+        key: The reserved sequence.
+        num_cached_pages: Leading pages that the prefix cache already has.
+        pages: All prompt pages in order, cached ones included.
+    """
+
+    key: str
+    num_cached_pages: int
+    pages: tuple[PageRef, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReservationRefused:
+    """Pages were not free in time.
+
+    Attributes:
+        key: The reservation.
+        retry_after_s: Earliest useful retry, seconds; None: it can never fit.
+    """
+
+    key: str
+    retry_after_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceAborted:
+    """No page of the sequence is held any more.
+
+    Attributes:
+        key: The sequence.
+        known: False when it had ended before or never came.
+    """
+
+    key: str
+    known: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFailed:
+    """The engine could not go on with this sequence; its pages are free.
+
+    Attributes:
+        key: The sequence.
+        status: gRPC status name.
+        reason: UPPER_SNAKE_CASE.
+        message: What is wrong and what to do.
+    """
+
+    key: str
+    status: str
+    reason: str
+    message: str
+
+
+Event = TokensSampled | PagesReady | PrefillStarted | Reserved | ReservationRefused | SequenceAborted | SequenceFailed
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLoad:
+    """Load after a step.
+
+    Attributes:
+        num_running: Sequences running.
+        num_waiting: Sequences waiting.
+        num_free_pages: Pages free or evictable.
+        num_pages: Pages in all.
+        num_pending_prefill_tokens: Tokens known but not computed.
+    """
+
+    num_running: int
+    num_waiting: int
+    num_free_pages: int
+    num_pages: int
+    num_pending_prefill_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepEvents:
+    """Everything that one step tells the outside: one item per step, never one per token.
+
+    Attributes:
+        step: Step number (unchanged when only commands were handled).
+        events: In order.
+        load: Load afterwards.
+        num_tokens: Tokens computed in the step.
+        duration_s: Seconds from schedule to update.
+    """
+
+    step: int
+    events: tuple[Event, ...]
+    load: EngineLoad
+    num_tokens: int = 0
+    duration_s: float = 0.0

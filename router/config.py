@@ -1,0 +1,30 @@
+"""RouterConfig: what a router is told beside `core.config.ServiceConfig`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.core.config import check, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """Model, queue limits and time-outs of one router."""
+
+    model: str = option(
+        "SmolLM2-135M-Instruct", "model whose tokenizer is used: a local directory, a hub id, or the built-in one"
+    )
+    served_model_name: str | None = option(None, "name that clients ask for; default: the last part of --model")
+    router_id: str | None = option(None, "stable name of this router; default: router, host name and port")
+    routing_policy: str = option("least-loaded", "how workers are chosen", choices=("least-loaded",))
+    max_queue: int = option(4096, "requests open at once, at most; more are refused", unit="requests", minimum=1)
+    queue_timeout_s: float = option(60.0, "time that a request may wait for a worker", unit="s", minimum=0)
+    heartbeat_s: float = option(1.0, "time between signs of life on a worker session", unit="s", minimum=0.05)
+    worker_timeout_s: float = option(3.0, "a worker silent for this long is taken for dead", unit="s", minimum=0.1)
+    record_ttl_s: int = option(3600, "time that the record of an ended request is kept", unit="s", minimum=1)
+    allow_decode_prefill: bool = option(
+        False, "let decode workers compute prompts themselves when no prefill worker is alive"
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
