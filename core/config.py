@@ -143,7 +143,7 @@ def run_main(prog: str, main: typing.Callable[[], int]) -> typing.NoReturn:
     try:
         sys.exit(main())
     except ConfigError as e:
-        print(f"{prog}: {e.message}", file=sys.stderr)
+        sys.stderr.write(f"{prog}: {e.message}\n")
         sys.exit(2)
 
 

@@ -59,8 +59,8 @@ class Request:
     Attributes:
         key: Unique on this engine while the attempt lives; chosen by the caller (e.g. "request_id/attempt").
         prompt_token_ids: The prompt; at least one id.
-        emitted_token_ids: Output that the client already holds; computed like prompt tokens, never sent again. The first
-            token sampled has output index len(emitted_token_ids).
+        emitted_token_ids: Output that the client already holds; computed like prompt tokens, never sent again. The
+            first token sampled has output index len(emitted_token_ids).
         sampling: Validated parameters; `seed` and `max_tokens` are set. max_tokens counts emitted tokens too.
         eos_token_ids: End-of-sequence tokens of the model.
         priority: Lower runs first.
