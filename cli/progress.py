@@ -1,0 +1,44 @@
+"""Progress bars for people: the launcher's implementation of the engine's `Progress` seam."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+
+class RichProgress:
+    """Bars and spinners on a console; usable as a context manager."""
+
+    def __init__(self, console: Console) -> None:
+        self._progress = Progress(
+            SpinnerColumn(finished_text="[green]✓[/]"),
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=30),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            console=console,
+        )
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._progress.stop()
+
+    @contextmanager
+    def task(self, description: str) -> Iterator[None]:
+        """Shows a step of unknown length; marked done when the block ends without error."""
+        task = self._progress.add_task(description, total=None)
+        try:
+            yield
+        except BaseException:
+            self._progress.update(task, description=f"[red]{description}: failed[/]")
+            self._progress.stop_task(task)
+            raise
+        self._progress.update(task, total=1, completed=1)

@@ -1,0 +1,315 @@
+"""`pdserve up`: the whole system on this machine, from an empty cache to a streamed answer.
+
+Model -> store -> workers and router (together) -> ready -> one sample request -> stays up until Ctrl-C, which drains
+router, workers and store in this order. A worker that dies is started again under the same name.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import queue
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import IO
+
+from rich.console import Console
+
+from pdserve.cli.processes import Child, service_command, stop_all, store_command
+from pdserve.cli.progress import RichProgress
+from pdserve.cli.sample import run_sample
+from pdserve.core.config import build_parser, check, flag_name, from_namespace, option
+from pdserve.core.errors import ConfigError, UnavailableError
+from pdserve.engine.config import EngineConfig
+
+DESCRIPTION = """\
+Start pdserve on this machine: a store (embedded Valkey, unless --redis-url), prefill and decode workers, and a router;
+then answer one sample prompt, show where its time went, and stay up until Ctrl-C.
+
+  pdserve up                          one prefill worker, one decode worker
+  pdserve up --prefill 2 --decode 2   two of each
+  pdserve up --prefill 0 --decode 0 --mixed 1    one worker that does both
+"""
+
+READY_TIMEOUT_S = 300.0
+SERVING_TIMEOUT_S = 30.0
+MAX_RESTARTS = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class UpConfig:
+    """What `pdserve up` starts, and where."""
+
+    prefill: int = option(1, "prefill workers", minimum=0, maximum=64)
+    decode: int = option(1, "decode workers", minimum=0, maximum=64)
+    mixed: int = option(0, "workers that prefill and decode themselves", minimum=0, maximum=64)
+    host: str = option("127.0.0.1", "address that the router listens on; workers and store stay on loopback")
+    port: int = option(50051, "router's gRPC port; 0 picks a free one", minimum=0, maximum=65535)
+    redis_url: str | None = option(None, "use this Redis or Valkey instead of an embedded one")
+    data_dir: str | None = option(
+        None, "directory of the embedded store and the logs; default: up-PORT in the cache directory"
+    )
+    otlp_traces_endpoint: str | None = option(None, "OTLP gRPC endpoint for traces, e.g. http://127.0.0.1:4317")
+    log_level: str = option("info", "least severe log lines kept", choices=("debug", "info", "warning", "error"))
+    sample: bool = option(True, "answer a sample prompt once everything is ready")
+    sample_prompt: str = option("What is the capital of France? Answer in one sentence.", "the sample prompt")
+    exit_after_sample: bool = option(False, "drain and end after the sample prompt instead of staying up")
+    drain_grace_s: float = option(30.0, "time that running requests get after Ctrl-C", unit="s", minimum=0)
+
+    def __post_init__(self) -> None:
+        check(self)
+        if self.mixed == 0 and (self.prefill == 0 or self.decode == 0):
+            raise ConfigError(
+                f"--prefill {self.prefill} --decode {self.decode} cannot serve: "
+                "start at least one of each, or --mixed 1"
+            )
+        if self.mixed > 0 and (self.prefill == 0) != (self.decode == 0):
+            raise ConfigError("--prefill and --decode go together: give both at least one worker, or set both to 0")
+
+    @property
+    def num_workers(self) -> int:
+        """Workers in all."""
+        return self.prefill + self.decode + self.mixed
+
+
+SECTIONS = {"Launcher": UpConfig, "Engine of every worker": EngineConfig}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `pdserve up`; returns the exit status."""
+    parser = build_parser("pdserve up", DESCRIPTION, SECTIONS)
+    up, engine = from_namespace(SECTIONS, parser.parse_args(argv))
+    return Launcher(up, engine, Console(highlight=False)).run()
+
+
+class Launcher:
+    """Owns the processes of one deployment.
+
+    Args:
+        up: What to start.
+        engine: Engine options, handed to every worker.
+        console: Where people read.
+    """
+
+    def __init__(self, up: UpConfig, engine: EngineConfig, console: Console) -> None:
+        self._up = up
+        self._engine = engine
+        self._console = console
+        self._ended: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
+        self._router: Child | None = None
+        self._workers: list[Child] = []
+        self._store: Child | None = None
+        self._lock: IO[str] | None = None
+        self._restarts = 0
+        self._stopping = False
+
+    def run(self) -> int:
+        """Starts everything, shows the sample, stays up, drains. Returns the exit status."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._on_signal)
+        try:
+            self._start()
+            if self._up.sample and not self._stopping:
+                run_sample(self._console, self._router_address(), self._up.sample_prompt)
+            if not self._up.exit_after_sample and not self._stopping:
+                self._print_endpoints()
+                self._stay_up()
+        except UnavailableError as e:
+            self._console.print(f"[bold red]pdserve up:[/] {e.message}", soft_wrap=True)
+            return 1
+        except KeyboardInterrupt:
+            self._console.print("stopping before the start was complete")
+            return 130
+        finally:
+            self._stop()
+        return 0
+
+    # ---- start ------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        data_dir = self._claim_data_dir()
+        began = time.monotonic()
+        _check_port_free(self._up.host, self._up.port)
+        with RichProgress(self._console) as progress:
+            model_dir = _resolve_model(self._engine, progress)
+            redis_url = self._up.redis_url or self._start_store(data_dir)
+            self._model_flags = ["--model", model_dir, "--served-model-name", _served_name(self._engine)]
+            self._common = ["--redis-url", redis_url, "--log-level", self._up.log_level]
+            self._common += ["--drain-grace-s", str(self._up.drain_grace_s), "--metrics-port", "0"]
+            if self._up.otlp_traces_endpoint:
+                self._common += ["--otlp-traces-endpoint", self._up.otlp_traces_endpoint]
+            self._logs = data_dir / "logs"
+            for role, count in (("prefill", self._up.prefill), ("decode", self._up.decode), ("mixed", self._up.mixed)):
+                self._workers += [self._start_worker(role, f"{role}-{i}") for i in range(count)]
+            self._router = self._start_router()
+            for child in (*self._workers, self._router):
+                with progress.task(f"starting {child.name}"):
+                    child.wait_ready(READY_TIMEOUT_S)
+            with progress.task("waiting until the router's health says SERVING"):
+                _wait_serving(self._router_address(), SERVING_TIMEOUT_S)
+        self._console.print(f"[bold green]SERVING[/] after {time.monotonic() - began:.1f} s")
+
+    def _claim_data_dir(self) -> Path:
+        cache = Path(os.environ.get("PDSERVE_CACHE") or Path.home() / ".cache" / "pdserve")
+        data_dir = Path(self._up.data_dir) if self._up.data_dir else cache / f"up-{self._up.port}"
+        data_dir.mkdir(parents=True, exist_ok=True)
+        self._lock = (data_dir / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another pdserve up uses {data_dir}; stop it, or give this one another --port or --data-dir"
+            ) from None
+        return data_dir
+
+    def _start_store(self, data_dir: Path) -> str:
+        port = _free_port()
+        self._store = Child("store", store_command(port, data_dir / "store"), data_dir / "logs" / "store.log")
+        _wait_listening(self._store, port, 10.0)
+        return f"redis://127.0.0.1:{port}/0"
+
+    def _start_worker(self, role: str, name: str) -> Child:
+        command = "prefill" if role == "prefill" else "decode"
+        flags = [*self._common, *self._model_flags, "--worker-id", name]
+        flags += ["--role", role] if command == "decode" else []
+        flags += _engine_flags(self._engine, default_threads=max(1, (os.cpu_count() or 1) // self._up.num_workers))
+        return Child(name, service_command(command, *flags), self._logs / f"{name}.log", on_exit=self._ended.put)
+
+    def _start_router(self) -> Child:
+        flags = [*self._common, *self._model_flags, "--host", self._up.host, "--port", str(self._up.port)]
+        flags += ["--router-id", "router-0"]
+        return Child("router", service_command("router", *flags), self._logs / "router.log", on_exit=self._ended.put)
+
+    # ---- stay up ----------------------------------------------------------------------------------------------------
+
+    def _stay_up(self) -> None:
+        while not self._stopping:
+            child = self._ended.get()
+            if child is None or self._stopping:
+                return
+            self._console.print(f"[bold red]{child.name}[/] ended with status {child.returncode}:\n{child.log_tail()}")
+            if child is self._router or self._restarts >= MAX_RESTARTS:
+                raise UnavailableError(f"{child.name} ended; see {child.log_path}", reason="CHILD_ENDED")
+            self._restarts += 1
+            role = child.name.rsplit("-", 1)[0]
+            fresh = self._start_worker(role, child.name)
+            self._workers[self._workers.index(child)] = fresh
+            fresh.wait_ready(READY_TIMEOUT_S)
+            self._console.print(f"{child.name} started again")
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        if self._stopping:
+            for child in self._children():
+                child.kill()
+            return
+        self._stopping = True
+        self._ended.put(None)
+        if self._router is None or not self._router.endpoints:
+            raise KeyboardInterrupt
+
+    def _stop(self) -> None:
+        self._stopping = True
+        if children := self._children():
+            self._console.print("draining (Ctrl-C again ends at once) ...")
+            stop_all(children, self._up.drain_grace_s + 10.0)
+            self._console.print("all processes ended")
+        if self._lock is not None:
+            self._lock.close()
+
+    def _children(self) -> list[Child]:
+        return [c for c in (self._router, *self._workers, self._store) if c is not None]
+
+    # ---- what people see --------------------------------------------------------------------------------------------
+
+    def _router_address(self) -> str:
+        assert self._router is not None
+        return self._router.endpoints["grpc"]
+
+    def _print_endpoints(self) -> None:
+        self._console.print("\n[bold]Endpoints[/]")
+        for child in self._children():
+            if child.endpoints:
+                shown = "  ".join(f"{k} {v}" for k, v in child.endpoints.items() if v != "-")
+                self._console.print(f"  {child.name:<12} {shown}", soft_wrap=True)
+        address = self._router_address()
+        self._console.print(f"\nLogs: {self._logs}", soft_wrap=True)
+        self._console.print(f'Try:  pdserve generate "Hello" --router {address}')
+        self._console.print(f"      pdserve status --router {address}")
+        self._console.print("Ctrl-C drains and stops everything.")
+        sys.stdout.flush()
+
+
+def _resolve_model(engine: EngineConfig, progress: RichProgress) -> str:
+    if engine.runner == "fake":
+        return "fake"
+    from pdserve.engine.model_store import resolve_model
+
+    return str(resolve_model(engine.model, progress))
+
+
+def _served_name(engine: EngineConfig) -> str:
+    if engine.served_model_name:
+        return engine.served_model_name
+    return "fake" if engine.runner == "fake" else Path(engine.model).name
+
+
+def _engine_flags(engine: EngineConfig, default_threads: int) -> list[str]:
+    """Flags that make a worker's engine equal to ours."""
+    flags: list[str] = []
+    for f in fields(EngineConfig):
+        value = getattr(engine, f.name)
+        if f.name == "threads" and value is None:
+            value = default_threads
+        if f.name in ("model", "served_model_name") or value is None or value == f.default:
+            continue
+        flags += [flag_name(f.name), str(value)]
+    return flags
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _check_port_free(host: str, port: int) -> None:
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            s.bind((host, port))
+        except OSError as e:
+            raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror}; choose another with --port") from e
+
+
+def _wait_listening(store: Child, port: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        with socket.socket() as s:
+            s.settimeout(0.2)
+            if s.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if store.wait(0.05) or time.monotonic() > deadline:
+            raise UnavailableError(f"the store did not start:\n{store.log_tail()}", reason="CHILD_ENDED")
+
+
+def _wait_serving(address: str, timeout_s: float) -> None:
+    import grpc
+    from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+    with grpc.insecure_channel(address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service="pdserve.v1.Inference")
+        try:
+            for answer in stub.Watch(request, timeout=timeout_s, wait_for_ready=True):
+                if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                    return
+        except grpc.RpcError as e:
+            raise UnavailableError(
+                f"the router did not become SERVING within {timeout_s:g} s ({e.code().name}); see its log",
+                reason="NOT_SERVING",
+            ) from e
