@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 
 class RichProgress:
@@ -23,6 +23,24 @@ class RichProgress:
             TimeElapsedColumn(),
             console=console,
         )
+
+        self._current: TaskID | None = None
+
+    def begin(self, label: str, total: int | None = None) -> None:
+        """See `engine.progress.Progress`."""
+        self._current = self._progress.add_task(label, total=total)
+
+    def update(self, done: int, total: int | None = None) -> None:
+        """See `engine.progress.Progress`."""
+        if self._current is not None:
+            self._progress.update(self._current, completed=done, **({} if total is None else {"total": total}))
+
+    def end(self) -> None:
+        """See `engine.progress.Progress`."""
+        if self._current is not None:
+            total = self._progress.tasks[self._current].total or 1
+            self._progress.update(self._current, total=total, completed=total)
+            self._current = None
 
     def __enter__(self) -> Self:
         self._progress.start()
