@@ -31,16 +31,18 @@ class ControlRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[TransferHello, _Mapping]] = ..., open: _Optional[_Union[OpenTransfer, _Mapping]] = ..., renew: _Optional[_Union[RenewTransfers, _Mapping]] = ..., close: _Optional[_Union[CloseTransfer, _Mapping]] = ...) -> None: ...
 
 class ControlResponse(_message.Message):
-    __slots__ = ("welcome", "watermark", "manifest", "closed")
+    __slots__ = ("welcome", "watermark", "manifest", "closed", "heartbeat")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
     MANIFEST_FIELD_NUMBER: _ClassVar[int]
     CLOSED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     welcome: TransferWelcome
     watermark: Watermark
     manifest: Manifest
     closed: TransferClosed
-    def __init__(self, welcome: _Optional[_Union[TransferWelcome, _Mapping]] = ..., watermark: _Optional[_Union[Watermark, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., closed: _Optional[_Union[TransferClosed, _Mapping]] = ...) -> None: ...
+    heartbeat: TransferHeartbeat
+    def __init__(self, welcome: _Optional[_Union[TransferWelcome, _Mapping]] = ..., watermark: _Optional[_Union[Watermark, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., closed: _Optional[_Union[TransferClosed, _Mapping]] = ..., heartbeat: _Optional[_Union[TransferHeartbeat, _Mapping]] = ...) -> None: ...
 
 class TransferHello(_message.Message):
     __slots__ = ("protocol_version", "worker_id", "incarnation", "identity_digest", "layout", "expected_incarnation")
@@ -147,3 +149,7 @@ class TransferClosed(_message.Message):
     transfer_id: str
     reason: str
     def __init__(self, transfer_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class TransferHeartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
