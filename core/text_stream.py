@@ -1,0 +1,152 @@
+"""TextStream: token ids in, text out, as soon as the text is certain.
+
+Tokens are always handled one by one, so the text, and where a stop string ends it, do not depend on how the tokens were
+grouped into pushes: a decode worker rebuilds the state of a sequence by pushing its earlier tokens.
+
+    window   the last tokens, decoded together, since some decoders look at a token's neighbours
+    held     text not handed out yet, because a stop string may begin in it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.tokenizer import Tokenizer
+
+_INCOMPLETE = "�"  # what decoders show for a character that lacks bytes
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """Text that became certain.
+
+    Attributes:
+        text: New text; may be empty.
+        stop_reason: The stop string that ended the stream, or None.
+        num_tokens: Tokens of the push that were used: all of them, or up to and with the one that completed the stop
+            string.
+    """
+
+    text: str
+    stop_reason: str | None = None
+    num_tokens: int = 0
+
+
+class TextStream:
+    """Detokenises one output stream and matches its stop strings.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        params: `stop`, `include_stop_str_in_output` and `skip_special_tokens` are read.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        self._detokenizer = _Detokenizer(tokenizer, params.skip_special_tokens)
+        self._stop = params.stop
+        self._include_stop = params.include_stop_str_in_output
+        self._held = ""
+        self._ended = False
+
+    def push(self, token_ids: Sequence[int]) -> TextDelta:
+        """Takes new tokens. After a stop string matched, further pushes give nothing.
+
+        Returns:
+            The text that became certain; with `stop_reason` when a stop string is complete.
+        """
+        if self._ended:
+            return TextDelta("")
+        out = ""
+        for used, token_id in enumerate(token_ids, 1):
+            text, stop = self._take(self._detokenizer.push(token_id))
+            out += text
+            if stop is not None:
+                return TextDelta(out, stop, used)
+        return TextDelta(out, None, len(token_ids))
+
+    def finish(self) -> TextDelta:
+        """Ends the stream: gives what was held back. Idempotent."""
+        if self._ended:
+            return TextDelta("")
+        text, stop = self._take(self._detokenizer.finish())
+        if stop is None:
+            text, self._held = text + self._held, ""
+        self._ended = True
+        return TextDelta(text, stop)
+
+    def _take(self, new: str) -> tuple[str, str | None]:
+        """Adds certain text; returns what may be handed out and the stop string that it completed."""
+        if not self._stop:
+            return new, None
+        if not new:
+            return "", None
+        text = self._held + new
+        if match := first_stop(text, self._stop):
+            start, stop = match
+            self._ended, self._held = True, ""
+            return text[: start + len(stop) if self._include_stop else start], stop
+        keep = _possible_start(text, self._stop)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep], None
+
+
+def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+    """The stop string that is complete first in reading order; of several that end together the longest.
+
+    Returns:
+        Its start and itself, or None.
+    """
+    found = [(at + len(s), at, s) for s in stops if (at := text.find(s)) >= 0]
+    if not found:
+        return None
+    _, start, stop = min(found)
+    return start, stop
+
+
+def _possible_start(text: str, stops: Sequence[str]) -> int:
+    """Length of the longest end of `text` with which a stop string begins."""
+    longest = min(len(text), max(map(len, stops)) - 1)
+    for n in range(longest, 0, -1):
+        if any(len(s) > n and s.startswith(text[len(text) - n :]) for s in stops):
+            return n
+    return 0
+
+
+class _Detokenizer:
+    """Turns tokens into text that later tokens cannot change.
+
+    The window holds the tokens of the last certain text (context) and those after it, whose text is still uncertain.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._window: list[int] = []
+        self._num_context = 0
+        self._context_text = ""
+
+    def push(self, token_id: int) -> str:
+        if not self._tokenizer.has_text(token_id, self._skip):
+            return ""
+        self._window.append(token_id)
+        text = self._decode(self._window)
+        if not text or text.endswith(_INCOMPLETE) or text == self._context_text:
+            return ""
+        return self._advance(text)
+
+    def finish(self) -> str:
+        if len(self._window) == self._num_context:
+            return ""
+        return self._advance(self._decode(self._window))
+
+    def _advance(self, text: str) -> str:
+        fresh = self._window[self._num_context :]
+        fresh_text = self._decode(fresh)
+        # Byte-fallback decoders give up on a whole run of bytes when one of them is wrong; its valid part is out already.
+        new = text[len(self._context_text) :] if text.startswith(self._context_text) else fresh_text
+        self._window, self._num_context, self._context_text = fresh, len(fresh), fresh_text
+        return new
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
