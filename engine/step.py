@@ -26,7 +26,8 @@ class ScheduledSequence:
         start: Tokens computed before this step (position of the first token of `token_ids`).
         token_ids: Tokens to compute, in order; at least one.
         page_table: Page ids in order, covering at least start + len(token_ids) tokens. Read-only for the runner.
-        sampling: Set when a token is sampled from the last position; None for a chunk that ends before the known tokens do.
+        sampling: Set when a token is sampled from the last position; None for a chunk that ends before the known
+            tokens do.
         output_index: Output index of the token to sample; meaningless when `sampling` is None.
     """
 
