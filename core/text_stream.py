@@ -143,7 +143,7 @@ class _Detokenizer:
     def _advance(self, text: str) -> str:
         fresh = self._window[self._num_context :]
         fresh_text = self._decode(fresh)
-        # Byte-fallback decoders give up on a whole run of bytes when one of them is wrong; its valid part is out already.
+        # A byte-fallback decoder gives up on a whole run of bytes when one is wrong; its valid part is out already.
         new = text[len(self._context_text) :] if text.startswith(self._context_text) else fresh_text
         self._window, self._num_context, self._context_text = fresh, len(fresh), fresh_text
         return new

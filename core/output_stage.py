@@ -1,0 +1,133 @@
+"""OutputState: the output of one sequence on its way from the engine to the router.
+
+The engine gives token ids; here they become text, stop strings end the stream, and log-probabilities and usage are put
+into messages. Runs on the event loop, never on the step thread. A sequence that moves to another worker is rebuilt
+there with `skip`, from the tokens that the client already has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.core.request import FinishReason, PositionLogprobs, TokenLogprob
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.text_stream import TextStream
+from pdserve.core.tokenizer import Tokenizer
+from pdserve.v1 import common_pb2, worker_pb2
+
+_FINISH = {
+    FinishReason.STOP: common_pb2.FINISH_REASON_STOP,
+    FinishReason.LENGTH: common_pb2.FINISH_REASON_LENGTH,
+    FinishReason.CANCELLED: common_pb2.FINISH_REASON_CANCELLED,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """News of a sequence, ready to be sent.
+
+    Attributes:
+        message: Delta, and `finished` when the sequence ended.
+        num_tokens: Tokens in the delta (those after a stop string are cut).
+        finish_reason: Why the sequence ended; None: it goes on.
+        stopped_early: True: a stop string ended it, which the engine does not know: abort it there.
+    """
+
+    message: worker_pb2.SequenceOutput
+    num_tokens: int
+    finish_reason: FinishReason | None
+    stopped_early: bool
+
+
+class OutputState:
+    """Text, offsets and usage of one sequence.
+
+    Args:
+        fence: Identity of the try, put into every message.
+        tokenizer: The model's tokenizer.
+        params: The request's parameters.
+        num_prompt_tokens: Tokens of the prompt, for usage.
+    """
+
+    def __init__(
+        self, fence: common_pb2.Fence, tokenizer: Tokenizer, params: SamplingParams, num_prompt_tokens: int
+    ) -> None:
+        self._fence = fence
+        self._params = params
+        self._stream = TextStream(tokenizer, params)
+        self._num_prompt_tokens = num_prompt_tokens
+        self._num_tokens = 0
+        self._num_chars = 0
+        self._num_cached = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Output tokens so far, skipped ones included: the index of the next one."""
+        return self._num_tokens
+
+    def skip(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens that were sent before, by whatever worker."""
+        self._num_chars += len(self._stream.push(token_ids).text)
+        self._num_tokens += len(token_ids)
+
+    def push(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[PositionLogprobs] = (),
+        *,
+        finish_reason: FinishReason | None = None,
+        stop_token_id: int | None = None,
+        num_cached_tokens: int = 0,
+    ) -> Output:
+        """Takes new tokens.
+
+        Args:
+            token_ids: New tokens, in order; their first has output index `num_tokens`.
+            logprobs: One per token, or empty.
+            finish_reason: Set when the engine ended the sequence with these tokens.
+            stop_token_id: The token that ended it, if one did.
+            num_cached_tokens: Prompt tokens that came from the prefix cache.
+        """
+        delta = self._stream.push(token_ids)
+        text, stop, used = delta.text, delta.stop_reason, delta.num_tokens
+        if finish_reason is not None and stop is None:
+            last = self._stream.finish()
+            text, stop = text + last.text, last.stop_reason
+        self._num_cached = max(self._num_cached, num_cached_tokens)
+        message = worker_pb2.SequenceOutput(
+            fence=self._fence,
+            delta=common_pb2.Delta(
+                index=self._num_tokens,
+                token_ids=token_ids[:used],
+                text=text,
+                text_offset=self._num_chars,
+                logprobs=map(_position, logprobs[:used]),
+            ),
+        )
+        self._num_tokens += used
+        self._num_chars += len(text)
+        reason = FinishReason.STOP if stop is not None else finish_reason
+        if reason is not None:
+            matched = stop if stop is not None else "" if stop_token_id is None else str(stop_token_id)
+            message.finished.CopyFrom(self._finished(reason, matched))
+        return Output(message, used, reason, stop is not None and finish_reason is None)
+
+    def _finished(self, reason: FinishReason, stop_reason: str) -> worker_pb2.SequenceFinished:
+        return worker_pb2.SequenceFinished(
+            finish_reason=_FINISH[reason],
+            stop_reason=stop_reason,
+            usage=common_pb2.Usage(
+                prompt_tokens=self._num_prompt_tokens,
+                completion_tokens=self._num_tokens,
+                cached_tokens=self._num_cached,
+            ),
+        )
+
+
+def _position(at: PositionLogprobs) -> common_pb2.PositionLogprobs:
+    return common_pb2.PositionLogprobs(chosen=_token(at.chosen), top=map(_token, at.top))
+
+
+def _token(t: TokenLogprob) -> common_pb2.TokenLogprob:
+    return common_pb2.TokenLogprob(token_id=t.token_id, logprob=t.logprob, rank=t.rank)
