@@ -45,5 +45,4 @@ unset PIP_TARGET PIP_PREFIX PIP_ROOT PIP_REQUIRE_HASHES PIP_NO_DEPS PIP_DRY_RUN
 export PIP_USER=0 PIP_QUIET=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 echo "Installing pdserve[$extras] into $venv; the first time takes minutes, most of it for torch"
-"$venv/bin/python" -m pip install --progress-bar on --constraint constraints.txt --editable ".[$extras]" |
-    { grep --line-buffered -v '^Requirement already satisfied' || true; }
+"$venv/bin/python" -m pip install --progress-bar on --constraint constraints.txt --editable ".[$extras]"

@@ -1,0 +1,68 @@
+"""What is generated and committed is what the generator says now."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_generated_protos_are_current(tmp_path: Path) -> None:
+    protoc = pytest.importorskip("grpc_tools.protoc")
+    sources = sorted((ROOT / "protos").rglob("*.proto"))
+    assert sources
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            protoc.__name__,
+            f"-I{ROOT / 'protos'}",
+            f"--python_out={tmp_path}",
+            f"--pyi_out={tmp_path}",
+            f"--grpc_python_out={tmp_path}",
+            *map(str, sources),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    fresh = {p.relative_to(tmp_path): p.read_text() for p in tmp_path.rglob("*.py*")}
+    committed = {
+        p.relative_to(ROOT / "protos"): p.read_text()
+        for p in (ROOT / "protos").rglob("*_pb2*.py*")
+        if "__pycache__" not in p.parts
+    }
+    assert set(fresh) == set(committed)
+    stale = [str(path) for path in fresh if fresh[path] != committed[path]]
+    assert stale == [], "run make protos and commit the result"
+
+
+def test_transformers_imports_from_the_repository_root() -> None:
+    """Our folder kernels/ must not pass for the package `kernels`, which transformers looks for."""
+    code = "import transformers; from transformers import AutoModelForCausalLM; print(transformers.__version__)"
+    environ = {k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=110, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout[0].isdigit()
+
+
+def test_sdk_needs_grpc_and_protobuf_only() -> None:
+    """`pip install pdserve` is the client: importing it pulls in nothing of the server extra."""
+    code = (
+        "import sys, pdserve.client; "
+        "heavy = {'torch', 'transformers', 'redis', 'numpy', 'opentelemetry', 'prometheus_client'} & set(sys.modules); "
+        "sys.exit(f'imports {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
