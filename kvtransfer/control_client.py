@@ -1,0 +1,402 @@
+"""TransferClient: the decode side of the control plane. One stream per prefill process, one pull at a time per
+transfer.
+
+Life of an incoming transfer: `start` (destinations are FILLING) -> watermarks -> pulls -> manifest -> `result`. However
+it ends, `result` and `abort` return only when nothing writes into the destinations any more; then they are VALID or may
+be freed. A transfer waits for prefill as long as its control stream lives: prefill sends a heartbeat every second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from pdserve.core.clock import Clock
+from pdserve.core.errors import TransferError
+from pdserve.core.layout import KVLayout
+from pdserve.kvtransfer import handoff
+from pdserve.kvtransfer.control_server import OUTCOMES, PROTOCOL_VERSION
+from pdserve.kvtransfer.handoff import SinkTransfer, TransferState
+from pdserve.kvtransfer.transport import PageSink, SourcePageRef
+from pdserve.v1 import kvtransfer_pb2 as pb
+from pdserve.v1 import kvtransfer_pb2_grpc as rpc
+
+OUTCOME_OF_STATE = {state: outcome for outcome, state in OUTCOMES.items()}
+ControlCall = grpc.aio.StreamStreamCall[pb.ControlRequest, pb.ControlResponse]
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPeer:
+    """A prefill process, as the router named it.
+
+    Attributes:
+        worker_id: Stable name.
+        address: host:port of its gRPC endpoint.
+        incarnation: Process start, as hex; another process at the address refuses.
+    """
+
+    worker_id: str
+    address: str
+    incarnation: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransferResult:
+    """A complete transfer.
+
+    Attributes:
+        token_id: Sampled by prefill; never sampled again.
+        index: Its output index.
+        finished: That token ended the request; the destinations hold nothing of use.
+        bytes_on_wire: Bytes of the data plane, headers included.
+        transfer_s: First byte asked to last page verified, seconds.
+        hidden_s: Part of transfer_s before the manifest came, seconds.
+        num_pages: Pages that were pulled.
+    """
+
+    token_id: int
+    index: int
+    finished: bool
+    bytes_on_wire: int
+    transfer_s: float
+    hidden_s: float
+    num_pages: int
+
+
+class IncomingTransfer:
+    """One transfer; made by `TransferClient.start`."""
+
+    def __init__(
+        self,
+        transfer_id: str,
+        transfer: SinkTransfer,
+        destinations: Sequence[int],
+        stream: _ControlStream,
+        sink: PageSink,
+        clock: Clock,
+    ) -> None:
+        self.transfer_id = transfer_id
+        self._transfer, self._destinations = transfer, tuple(destinations)
+        self._stream, self._sink, self._clock = stream, sink, clock
+        self._pull: asyncio.Task[handoff.PullEnded] | None = None
+        self._done = asyncio.get_running_loop().create_future()
+        self._message = ""
+
+    @property
+    def state(self) -> TransferState:
+        """Where it is."""
+        return self._transfer.state
+
+    @property
+    def num_late(self) -> int:
+        """Messages dropped because they came too late or twice."""
+        return self._transfer.num_late
+
+    async def result(self) -> TransferResult:
+        """Waits for the end; safe to cancel, and to call again.
+
+        Raises:
+            TransferError: It did not complete; `reason` says why. Nothing writes into the destinations any more.
+        """
+        await asyncio.shield(self._done)
+        t = self._transfer
+        if t.state is not TransferState.COMPLETE or t.manifest is None:
+            raise TransferError(
+                f"KV transfer {self.transfer_id} from {self._stream.peer.worker_id} ended {t.state}: "
+                f"{self._message or t.reason}",
+                reason=t.reason,
+            )
+        first, last = t.first_pull_s or 0.0, t.last_pull_s or 0.0
+        hidden = min(max((t.manifest_s or 0.0) - first, 0.0), last - first)
+        return TransferResult(
+            t.manifest.token_id, t.manifest.index, t.manifest.finished, t.num_bytes, last - first, hidden, t.num_asked
+        )
+
+    async def abort(self, reason: str = "ABORTED") -> None:
+        """Ends it and returns when nothing writes into the destinations any more. Idempotent, in every state."""
+        self._feed(handoff.Ended(TransferState.ABORTED, reason))
+        await asyncio.shield(self._done)
+
+    def on_message(self, message: pb.ControlResponse) -> None:
+        """A message of prefill for this transfer."""
+        match message.WhichOneof("message"):
+            case "watermark":
+                pages = tuple(SourcePageRef(p.page_id, p.generation, p.checksum) for p in message.watermark.pages)
+                self._feed(handoff.PagesFinal(message.watermark.first_page, pages))
+            case "manifest":
+                m = message.manifest
+                facts = handoff.ManifestFacts(
+                    m.num_pages, m.num_tokens, m.token_id, m.index, m.prompt_digest, m.finished
+                )
+                self._feed(handoff.Computed(facts))
+            case "closed":
+                self._feed(handoff.Ended(TransferState.FAILED, message.closed.reason or "CLOSED", by_peer=True))
+
+    def on_stream_lost(self, error: TransferError) -> None:
+        """The control stream died: so does the transfer."""
+        self._message = self._message or error.message
+        self._feed(handoff.Ended(TransferState.FAILED, error.reason, by_peer=True))
+
+    def _feed(self, event: handoff.SinkEvent) -> None:
+        self._transfer, actions = handoff.on_sink(self._transfer, event, self._clock.now())
+        for action in actions:
+            match action:
+                case handoff.Pull():
+                    self._pull = asyncio.get_running_loop().create_task(self._run_pull(action))
+                    self._pull.add_done_callback(self._on_pull_done)
+                case handoff.CancelPull():
+                    assert self._pull is not None
+                    self._pull.cancel()
+                case handoff.SendClosed():
+                    outcome = OUTCOME_OF_STATE[action.state]
+                    closed = pb.CloseTransfer(transfer_id=self.transfer_id, outcome=outcome, reason=action.reason)
+                    self._stream.send(pb.ControlRequest(close=closed))
+                case handoff.Resolve():
+                    self._stream.forget(self.transfer_id)
+                    self._done.set_result(None)
+
+    async def _run_pull(self, action: handoff.Pull) -> handoff.PullEnded:
+        welcome = self._stream.welcome
+        assert welcome is not None
+        destinations = self._destinations[action.position : action.position + len(action.pages)]
+        try:
+            num_bytes = await self._sink.pull(
+                welcome.data_address, welcome.data_token, self.transfer_id, action.pages, destinations
+            )
+        except TransferError as e:
+            self._message = self._message or e.message
+            return handoff.PullEnded(0, e.reason)
+        return handoff.PullEnded(num_bytes)
+
+    def _on_pull_done(self, task: asyncio.Task[handoff.PullEnded]) -> None:
+        """The sink has returned (or never began): nothing writes any more."""
+        if task.cancelled():
+            self._feed(handoff.PullEnded(0, "CANCELLED"))
+        elif (error := task.exception()) is not None:
+            self._feed(handoff.PullEnded(0, "SINK_FAILED"))
+            raise error
+        else:
+            self._feed(task.result())
+
+
+class _ControlStream:
+    """One control stream to one prefill process."""
+
+    def __init__(self, client: TransferClient, peer: TransferPeer) -> None:
+        self.peer = peer
+        self.welcome: pb.TransferWelcome | None = None
+        self.transfers: dict[str, IncomingTransfer] = {}
+        self.num_late = 0
+        self._client = client
+        self._outbox: asyncio.Queue[pb.ControlRequest] = asyncio.Queue()
+        self.task = asyncio.get_running_loop().create_task(self._run())
+
+    def send(self, message: pb.ControlRequest) -> None:
+        """Queues a message; what is queued before the welcome goes out after it."""
+        self._outbox.put_nowait(message)
+
+    def forget(self, transfer_id: str) -> None:
+        """The transfer has ended."""
+        self.transfers.pop(transfer_id, None)
+        self._client.forget(transfer_id)
+
+    async def _run(self) -> None:
+        error = TransferError("the transfer client was closed", reason="CLIENT_CLOSED")
+        try:
+            await self._talk()
+        except TransferError as e:
+            error = e
+        finally:
+            self._client.on_stream_ended(self)
+            for transfer in list(self.transfers.values()):
+                transfer.on_stream_lost(error)
+
+    async def _talk(self) -> None:
+        """Runs the stream until it dies; raises why."""
+        client, channel = self._client, self._client.open_channel(self.peer.address)
+        async with channel:
+            call: ControlCall = rpc.KvTransferStub(channel).Control()  # type: ignore[no-untyped-call]
+            helpers: list[asyncio.Task[None]] = []
+            try:
+                hello = pb.TransferHello(
+                    protocol_version=PROTOCOL_VERSION,
+                    worker_id=client.worker_id,
+                    incarnation=client.incarnation,
+                    identity_digest=client.identity_digest,
+                    layout=client.layout.to_json(),
+                    expected_incarnation=self.peer.incarnation,
+                )
+                await client.clock.wait_for(call.write(pb.ControlRequest(hello=hello)), client.connect_timeout_s)
+                first = await self._read(call, client.connect_timeout_s)
+                if first.WhichOneof("message") != "welcome":
+                    raise TransferError("prefill did not begin with a welcome", reason="BAD_WELCOME")
+                self.welcome = first.welcome
+                helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._renew())]
+                while True:
+                    self._on_message(await self._read(call, client.peer_timeout_s))
+            except grpc.aio.AioRpcError as e:
+                raise _stream_error(self.peer, e) from e
+            except TimeoutError as e:
+                raise TransferError(
+                    f"prefill worker {self.peer.worker_id} at {self.peer.address} is silent", reason="PEER_SILENT"
+                ) from e
+            finally:
+                client.on_stream_ended(self)
+                for helper in helpers:
+                    helper.cancel()
+                await asyncio.gather(*helpers, return_exceptions=True)
+                call.cancel()
+
+    async def _read(self, call: ControlCall, timeout_s: float) -> pb.ControlResponse:
+        message = await self._client.clock.wait_for(call.read(), timeout_s)
+        if not isinstance(message, pb.ControlResponse):
+            raise TransferError(f"prefill worker {self.peer.worker_id} ended the stream", reason="PEER_LOST")
+        return message
+
+    async def _write(self, call: ControlCall) -> None:
+        """Sends what is queued; when the call died, the reader sees it and ends the stream."""
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            while True:
+                await call.write(await self._outbox.get())
+
+    async def _renew(self) -> None:
+        assert self.welcome is not None
+        while True:
+            await self._client.clock.sleep(self.welcome.lease_ms / 5000)
+            if self.transfers:
+                self.send(pb.ControlRequest(renew=pb.RenewTransfers(transfer_ids=list(self.transfers))))
+
+    def _on_message(self, message: pb.ControlResponse) -> None:
+        kind = message.WhichOneof("message")
+        if kind not in ("watermark", "manifest", "closed"):
+            return
+        transfer = self.transfers.get(getattr(message, kind).transfer_id)
+        if transfer is None:
+            self.num_late += 1
+        else:
+            transfer.on_message(message)
+
+
+class TransferClient:
+    """Pulls transfers into one decode worker's pool.
+
+    Args:
+        worker_id: This worker's name.
+        incarnation: This process's start, as hex.
+        identity_digest: Must equal prefill's.
+        layout: This pool's layout.
+        sink: The data plane into this pool; closed by `close`.
+        clock: Time.
+        open_channel: Makes a gRPC channel to host:port; None: a plain one.
+        connect_timeout_s: Limit for the first answer of a peer, seconds.
+        peer_timeout_s: A peer silent for this long is taken for dead, seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        worker_id: str,
+        incarnation: str,
+        identity_digest: bytes,
+        layout: KVLayout,
+        sink: PageSink,
+        clock: Clock,
+        open_channel: Callable[[str], grpc.aio.Channel] | None = None,
+        connect_timeout_s: float = 5.0,
+        peer_timeout_s: float = 3.0,
+    ) -> None:
+        self.worker_id, self.incarnation, self.identity_digest = worker_id, incarnation, identity_digest
+        self.layout, self.clock = layout, clock
+        self.open_channel = open_channel or grpc.aio.insecure_channel
+        self.connect_timeout_s, self.peer_timeout_s = connect_timeout_s, peer_timeout_s
+        self._sink = sink
+        self._streams: dict[tuple[str, str], _ControlStream] = {}
+        self._transfers: dict[str, IncomingTransfer] = {}
+        self._closed = False
+
+    @property
+    def num_open(self) -> int:
+        """Transfers that have not ended."""
+        return len(self._transfers)
+
+    def start(
+        self,
+        transfer_id: str,
+        peer: TransferPeer,
+        *,
+        num_cached_pages: int,
+        destinations: Sequence[int],
+        expected_num_tokens: int,
+        expected_digest: bytes,
+        request_id: str = "",
+    ) -> IncomingTransfer:
+        """Opens a transfer; call it on the event loop, once the destinations are reserved.
+
+        Args:
+            transfer_id: The transfer, minted by the router for this attempt.
+            peer: Who computes the prompt.
+            num_cached_pages: Leading prompt pages that are here already; they are not pulled.
+            destinations: Page ids of ALL prompt pages in prompt order, cached ones included.
+            expected_num_tokens: Tokens whose KV the manifest must name.
+            expected_digest: Prompt digest that the manifest must carry.
+            request_id: For logs and traces.
+
+        Raises:
+            TransferError: A transfer of that id is open.
+        """
+        if self._closed:
+            raise TransferError("the transfer client is closed", reason="CLIENT_CLOSED")
+        if transfer_id in self._transfers:
+            raise TransferError(f"transfer {transfer_id} is open", reason="DUPLICATE_TRANSFER", status="ALREADY_EXISTS")
+        key = (peer.address, peer.incarnation)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = _ControlStream(self, peer)
+        state = SinkTransfer(len(destinations), num_cached_pages, expected_num_tokens, expected_digest)
+        transfer = IncomingTransfer(transfer_id, state, destinations, stream, self._sink, self.clock)
+        stream.transfers[transfer_id] = self._transfers[transfer_id] = transfer
+        opening = pb.OpenTransfer(transfer_id=transfer_id, num_cached_pages=num_cached_pages, request_id=request_id)
+        stream.send(pb.ControlRequest(open=opening))
+        return transfer
+
+    def forget(self, transfer_id: str) -> None:
+        """The transfer has ended."""
+        self._transfers.pop(transfer_id, None)
+
+    def on_stream_ended(self, stream: _ControlStream) -> None:
+        """A stream died; the next `start` opens another."""
+        key = (stream.peer.address, stream.peer.incarnation)
+        if self._streams.get(key) is stream:
+            del self._streams[key]
+
+    async def close(self) -> None:
+        """Ends all streams and transfers; returns when nothing writes into the pool any more. Idempotent."""
+        self._closed = True
+        streams = list(self._streams.values())
+        for stream in streams:
+            stream.task.cancel()
+        await asyncio.gather(*(s.task for s in streams), return_exceptions=True)
+        for transfer in list(self._transfers.values()):
+            await transfer.abort("CLIENT_CLOSED")
+        self._streams.clear()
+        await self._sink.close()
+
+
+def _stream_error(peer: TransferPeer, error: grpc.aio.AioRpcError) -> TransferError:
+    """A refusal keeps prefill's reason ("REASON: sentence"); anything else is a lost peer."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        reason, _, sentence = details.partition(": ")
+        return TransferError(
+            f"prefill worker {peer.worker_id} refused the pair: {sentence or details}",
+            reason=reason,
+            status="FAILED_PRECONDITION",
+        )
+    return TransferError(
+        f"lost prefill worker {peer.worker_id} at {peer.address}: {error.code().name} {details}", reason="PEER_LOST"
+    )

@@ -1,0 +1,468 @@
+"""TransferServer: the prefill side of the control plane. One stream per decode worker, one lease table for all.
+
+Life of a transfer: the service offers it, decode opens it (in either order), pages become final, the prompt is
+computed, decode closes it. Whatever ends it, the owner hears `on_ended` once, after the data plane was fenced; only
+then may the pages be freed. Everything runs on the event loop, except hashing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import OrderedDict, deque
+from collections.abc import Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import grpc
+import grpc.aio
+import xxhash
+
+from pdserve.core.clock import Clock
+from pdserve.core.errors import TransferError
+from pdserve.core.layout import KVLayout, incompatibility
+from pdserve.kvtransfer import handoff
+from pdserve.kvtransfer.handoff import SourceTransfer, TransferState
+from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.transport import PageSource, SourcePageRef
+from pdserve.v1 import kvtransfer_pb2 as pb
+from pdserve.v1 import kvtransfer_pb2_grpc as rpc
+
+PROTOCOL_VERSION = 1
+MAX_TRANSFER_ID_BYTES = 128
+MAX_OUTBOX = 4096
+OUTCOMES = {
+    pb.TRANSFER_OUTCOME_COMPLETE: TransferState.COMPLETE,
+    pb.TRANSFER_OUTCOME_ABORTED: TransferState.ABORTED,
+    pb.TRANSFER_OUTCOME_FAILED: TransferState.FAILED,
+}
+
+
+class PageGeneration(Protocol):
+    """A page and its reuse number, as the engine names them."""
+
+    @property
+    def page_id(self) -> int:
+        """Index in the pool."""
+        ...
+
+    @property
+    def generation(self) -> int:
+        """Reuse number."""
+        ...
+
+
+class TransferListener(Protocol):
+    """The owner of the pages. Both are called on the event loop and must not block."""
+
+    def on_opened(self, transfer_id: str) -> None:
+        """Decode has reserved its pages."""
+        ...
+
+    def on_ended(self, transfer_id: str, state: TransferState, reason: str) -> None:
+        """The transfer is over and nobody reads its pages any more. Once per offered transfer."""
+        ...
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One decode worker's control stream."""
+
+    peer: str
+    token: bytes
+    outbox: asyncio.Queue[pb.ControlResponse] = field(default_factory=lambda: asyncio.Queue(MAX_OUTBOX))
+    pending: OrderedDict[str, tuple[int, float]] = field(default_factory=OrderedDict)
+    open: set[str] = field(default_factory=set)
+    overflow: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def send(self, message: pb.ControlResponse) -> None:
+        """Queues a message; a peer that does not read them loses its stream."""
+        if self.outbox.full():
+            self.overflow.set()
+        else:
+            self.outbox.put_nowait(message)
+
+
+@dataclass(eq=False)
+class _Entry:
+    """One offered transfer."""
+
+    transfer: SourceTransfer
+    stream: _Stream | None = None
+    work: deque[tuple[int, tuple[PageGeneration, ...]] | handoff.Computed] = field(default_factory=deque)
+    working: bool = False
+
+
+class TransferServer(rpc.KvTransferServicer):
+    """`KvTransfer` servicer and lease table of a prefill worker.
+
+    Args:
+        memory: The pool that is served.
+        source: The data plane over the same pool.
+        layout: The pool's layout.
+        identity_digest: Must equal decode's.
+        incarnation: This process's start, as hex.
+        listener: Who frees the pages.
+        clock: Time.
+        lease_s: How long computed pages wait for a sign of life, seconds.
+        integrity: "host" (xxh3-64 per page) or "none".
+        max_pending_opens: Per stream: opens kept for transfers that are not offered yet.
+        pending_open_s: How long such an open is kept, seconds.
+        heartbeat_s: Time between signs of life to decode, seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: PageMemory,
+        source: PageSource,
+        layout: KVLayout,
+        identity_digest: bytes,
+        incarnation: str,
+        listener: TransferListener,
+        clock: Clock,
+        lease_s: float = 10.0,
+        integrity: str = "host",
+        max_pending_opens: int = 1024,
+        pending_open_s: float = 30.0,
+        heartbeat_s: float = 1.0,
+    ) -> None:
+        self._memory, self._source, self._layout, self._clock = memory, source, layout, clock
+        self._identity_digest, self._incarnation, self._listener = identity_digest, incarnation, listener
+        self._lease_s, self._integrity, self._heartbeat_s = lease_s, integrity, heartbeat_s
+        self._max_pending_opens, self._pending_open_s = max_pending_opens, pending_open_s
+        self._entries: dict[str, _Entry] = {}
+        self._streams: set[_Stream] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._hashers = ThreadPoolExecutor(1, thread_name_prefix="kv-hash")
+        self._sweeper: asyncio.Task[None] | None = None
+        self._stopping = asyncio.Event()
+        self.num_late = 0
+
+    # ---- life -------------------------------------------------------------------------------------------------------
+
+    def register(self, server: grpc.aio.Server) -> None:
+        """Adds the servicer to a server."""
+        rpc.add_KvTransferServicer_to_server(self, server)  # type: ignore[no-untyped-call]
+
+    async def start(self) -> None:
+        """Starts the sweep of leases, which runs on its own timer."""
+        self._sweeper = asyncio.create_task(self._sweep_forever())
+
+    async def stop(self) -> None:
+        """Ends all streams and transfers; returns when every `on_ended` was called. Idempotent."""
+        self._stopping.set()
+        for transfer_id in list(self._entries):
+            self.close(transfer_id, "ABORTED")
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._sweeper
+            self._sweeper = None
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        self._hashers.shutdown()
+
+    # ---- the prefill service's side ---------------------------------------------------------------------------------
+
+    @property
+    def num_leases(self) -> int:
+        """Offered transfers whose pages may not be freed yet."""
+        return len(self._entries)
+
+    @property
+    def num_streams(self) -> int:
+        """Decode workers connected."""
+        return len(self._streams)
+
+    def offer(self, transfer_id: str, num_prompt_pages: int) -> None:
+        """Makes a transfer known; decode may have opened it already.
+
+        Raises:
+            TransferError: The id is in use, or longer than the data plane carries.
+        """
+        if not 0 < len(transfer_id.encode()) <= MAX_TRANSFER_ID_BYTES:
+            raise TransferError(
+                f"transfer id has {len(transfer_id.encode())} bytes; 1..{MAX_TRANSFER_ID_BYTES} are allowed",
+                reason="BAD_TRANSFER_ID",
+                status="INVALID_ARGUMENT",
+            )
+        if transfer_id in self._entries:
+            raise TransferError(
+                f"transfer {transfer_id} was offered before", reason="DUPLICATE_TRANSFER", status="ALREADY_EXISTS"
+            )
+        self._entries[transfer_id] = _Entry(SourceTransfer(num_prompt_pages, self._lease_s))
+        for stream in self._streams:
+            if (pending := stream.pending.pop(transfer_id, None)) is not None:
+                self._open(transfer_id, stream, pending[0])
+                break
+
+    def pages_ready(self, transfer_id: str, first_page: int, pages: Sequence[PageGeneration]) -> None:
+        """Pages are final: hashes them off the loop, publishes them, sends the watermark. Unknown ids are counted."""
+        self._enqueue(transfer_id, (first_page, tuple(pages)))
+
+    def complete(
+        self,
+        transfer_id: str,
+        *,
+        num_tokens: int,
+        token_id: int,
+        index: int,
+        prompt_digest: bytes,
+        finished: bool = False,
+    ) -> None:
+        """The prompt is computed: sends the manifest after all watermarks, starts the lease. Unknown ids are counted.
+
+        Args:
+            transfer_id: The transfer.
+            num_tokens: Tokens whose KV the pages hold.
+            token_id: The sampled token.
+            index: Its output index.
+            prompt_digest: SHA-256 over the computed ids.
+            finished: The token ended the request; decode pulls nothing more.
+        """
+        if (entry := self._entries.get(transfer_id)) is None:
+            self.num_late += 1
+            return
+        manifest = handoff.ManifestFacts(entry.transfer.num_pages, num_tokens, token_id, index, prompt_digest, finished)
+        self._enqueue(transfer_id, handoff.Computed(manifest))
+
+    def close(self, transfer_id: str, reason: str) -> None:
+        """Ends a transfer from this side; `on_ended` follows. Idempotent; unknown ids are counted.
+
+        Args:
+            transfer_id: The transfer.
+            reason: "ABORTED", "FINISHED", "ENGINE_FAILED" or another UPPER_SNAKE_CASE word, told to decode.
+        """
+        state = TransferState.ABORTED if reason in ("ABORTED", "FINISHED") else TransferState.FAILED
+        self._feed(transfer_id, handoff.Ended(state, reason))
+
+    def renew(self, transfer_ids: Iterable[str]) -> None:
+        """Keeps leases alive (router or decode); unknown ids are counted."""
+        for transfer_id in transfer_ids:
+            self._feed(transfer_id, handoff.Renewed())
+
+    # ---- decode's side: the RPC -------------------------------------------------------------------------------------
+
+    async def Control(  # noqa: N802, RUF100 (name given by the proto)
+        self, request_iterator: object, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]
+    ) -> None:
+        """See kvtransfer.proto."""
+        hello = await self._read_hello(context)
+        if (refusal := self._refusal(hello)) is not None:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{refusal[0]}: {refusal[1]}")
+        stream = _Stream(hello.worker_id, self._source.new_reader())
+        self._streams.add(stream)
+        writer = asyncio.create_task(self._write(stream, context))
+        reader = asyncio.create_task(self._read(stream, context))
+        stops = [asyncio.create_task(e.wait()) for e in (stream.overflow, self._stopping)]
+        try:
+            await asyncio.wait([writer, reader, *stops], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._lose(stream)
+            for task in (writer, reader, *stops):
+                task.cancel()
+            await asyncio.gather(writer, reader, *stops, return_exceptions=True)
+
+    async def _read_hello(
+        self, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]
+    ) -> pb.TransferHello:
+        try:
+            first = await self._clock.wait_for(context.read(), 5.0)
+        except TimeoutError:
+            first = None
+        if not isinstance(first, pb.ControlRequest) or first.WhichOneof("message") != "hello":
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "NO_HELLO: the first message must be a hello")
+        hello: pb.TransferHello = first.hello
+        return hello
+
+    def _refusal(self, hello: pb.TransferHello) -> tuple[str, str] | None:
+        """Reason and sentence why the pair does not fit, or None."""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return "PROTOCOL_VERSION", f"version {PROTOCOL_VERSION} here, {hello.protocol_version} there"
+        if hello.expected_incarnation != self._incarnation:
+            return "INCARNATION", f"this process is {self._incarnation}, not {hello.expected_incarnation}"
+        if hello.identity_digest != self._identity_digest:
+            return "IDENTITY", "model, weights, attention config or KV dtype differ: start both with the same --model"
+        try:
+            reason = incompatibility(self._layout, KVLayout.from_json(hello.layout))
+        except TransferError as e:
+            return e.reason, e.message
+        return ("LAYOUT", reason) if reason else None
+
+    async def _write(
+        self, stream: _Stream, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]
+    ) -> None:
+        welcome = pb.TransferWelcome(
+            protocol_version=PROTOCOL_VERSION,
+            incarnation=self._incarnation,
+            data_address=self._source.address,
+            data_token=stream.token,
+            lease_ms=round(self._lease_s * 1000),
+            integrity=self._integrity,
+            layout=self._layout.to_json(),
+        )
+        await context.write(pb.ControlResponse(welcome=welcome))
+        while True:
+            try:
+                message = await self._clock.wait_for(stream.outbox.get(), self._heartbeat_s)
+            except TimeoutError:
+                message = pb.ControlResponse(heartbeat=pb.TransferHeartbeat())
+            await context.write(message)
+
+    async def _read(
+        self, stream: _Stream, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]
+    ) -> None:
+        while True:
+            message: object = await context.read()
+            if not isinstance(message, pb.ControlRequest):
+                return  # end of stream
+            match message.WhichOneof("message"):
+                case "open":
+                    self._on_open(stream, message.open)
+                case "renew":
+                    self.renew(t for t in message.renew.transfer_ids if t in stream.open)
+                case "close":
+                    self._on_close(stream, message.close)
+                case _:
+                    self.num_late += 1
+
+    def _on_open(self, stream: _Stream, message: pb.OpenTransfer) -> None:
+        transfer_id = message.transfer_id
+        if (entry := self._entries.get(transfer_id)) is not None:
+            if entry.stream is None:
+                self._open(transfer_id, stream, message.num_cached_pages)
+            else:
+                self._say_unknown(stream, transfer_id)
+        elif len(stream.pending) < self._max_pending_opens and 0 < len(transfer_id) <= MAX_TRANSFER_ID_BYTES:
+            stream.pending.setdefault(transfer_id, (message.num_cached_pages, self._clock.now() + self._pending_open_s))
+        else:
+            self._say_unknown(stream, transfer_id)
+
+    def _open(self, transfer_id: str, stream: _Stream, num_cached_pages: int) -> None:
+        self._entries[transfer_id].stream = stream
+        stream.open.add(transfer_id)
+        self._feed(transfer_id, handoff.Opened(num_cached_pages))
+
+    def _on_close(self, stream: _Stream, message: pb.CloseTransfer) -> None:
+        if message.transfer_id not in stream.open:
+            if stream.pending.pop(message.transfer_id, None) is None:
+                self.num_late += 1
+            return
+        state = OUTCOMES.get(message.outcome, TransferState.FAILED)
+        self._feed(message.transfer_id, handoff.Ended(state, message.reason or state.upper(), by_peer=True))
+
+    def _say_unknown(self, stream: _Stream, transfer_id: str) -> None:
+        self.num_late += 1
+        closed = pb.TransferClosed(transfer_id=transfer_id[:MAX_TRANSFER_ID_BYTES], reason="UNKNOWN_TRANSFER")
+        stream.send(pb.ControlResponse(closed=closed))
+
+    def _lose(self, stream: _Stream) -> None:
+        """The stream died: its readers and all its transfers end."""
+        self._streams.discard(stream)
+        self._source.drop_reader(stream.token)
+        for transfer_id in list(stream.open):
+            self._feed(transfer_id, handoff.Ended(TransferState.FAILED, "PEER_LOST", by_peer=True))
+
+    # ---- the table --------------------------------------------------------------------------------------------------
+
+    def _feed(self, transfer_id: str, event: handoff.SourceEvent) -> None:
+        """Gives one transfer an event and carries the actions out."""
+        if (entry := self._entries.get(transfer_id)) is None:
+            self.num_late += 1
+            return
+        late = entry.transfer.num_late
+        entry.transfer, actions = handoff.on_source(entry.transfer, event, self._clock.now())
+        self.num_late += entry.transfer.num_late - late
+        for action in actions:
+            self._carry_out(transfer_id, entry, action)
+
+    def _carry_out(self, transfer_id: str, entry: _Entry, action: handoff.SourceAction) -> None:
+        match action:
+            case handoff.ReportOpened():
+                self._listener.on_opened(transfer_id)
+            case handoff.Announce():
+                assert entry.stream is not None
+                self._source.publish(transfer_id, entry.stream.token, action.pages)
+                pages = [
+                    pb.SourcePage(page_id=p.page_id, generation=p.generation, checksum=p.checksum) for p in action.pages
+                ]
+                watermark = pb.Watermark(transfer_id=transfer_id, first_page=action.first_page, pages=pages)
+                entry.stream.send(pb.ControlResponse(watermark=watermark))
+            case handoff.SendManifest():
+                assert entry.stream is not None
+                entry.stream.send(pb.ControlResponse(manifest=_manifest(transfer_id, action.manifest)))
+            case handoff.SendClosed():
+                assert entry.stream is not None
+                closed = pb.TransferClosed(transfer_id=transfer_id, reason=action.reason)
+                entry.stream.send(pb.ControlResponse(closed=closed))
+            case handoff.Withdraw():
+                self._spawn(self._withdraw(transfer_id))
+            case handoff.ReportEnded():
+                del self._entries[transfer_id]
+                if entry.stream is not None:
+                    entry.stream.open.discard(transfer_id)
+                self._listener.on_ended(transfer_id, action.state, action.reason)
+
+    async def _withdraw(self, transfer_id: str) -> None:
+        await self._source.withdraw(transfer_id)
+        self._feed(transfer_id, handoff.Withdrawn())
+
+    def _enqueue(self, transfer_id: str, work: tuple[int, tuple[PageGeneration, ...]] | handoff.Computed) -> None:
+        """Keeps watermarks and the manifest in order while pages are hashed."""
+        if (entry := self._entries.get(transfer_id)) is None:
+            self.num_late += 1
+            return
+        entry.work.append(work)
+        if not entry.working:
+            entry.working = True
+            self._spawn(self._work(transfer_id, entry))
+
+    async def _work(self, transfer_id: str, entry: _Entry) -> None:
+        while entry.work:
+            match entry.work.popleft():
+                case handoff.Computed() as computed:
+                    self._feed(transfer_id, computed)
+                case (first_page, pages):
+                    refs = await asyncio.get_running_loop().run_in_executor(self._hashers, self._hash, pages)
+                    self._feed(transfer_id, handoff.PagesFinal(first_page, refs))
+        entry.working = False
+
+    def _hash(self, pages: tuple[PageGeneration, ...]) -> tuple[SourcePageRef, ...]:
+        def checksum(page_id: int) -> int:
+            return xxhash.xxh3_64_intdigest(self._memory.page(page_id)) if self._integrity == "host" else 0
+
+        return tuple(SourcePageRef(p.page_id, p.generation, checksum(p.page_id)) for p in pages)
+
+    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await self._clock.sleep(min(self._lease_s / 5, 1.0))
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Ends every transfer whose lease ran out and forgets every open that waited too long."""
+        for transfer_id in list(self._entries):
+            self._feed(transfer_id, handoff.Tick())
+        now = self._clock.now()
+        for stream in self._streams:
+            while stream.pending and next(iter(stream.pending.values()))[1] <= now:
+                transfer_id, _ = stream.pending.popitem(last=False)
+                self._say_unknown(stream, transfer_id)
+
+
+def _manifest(transfer_id: str, facts: handoff.ManifestFacts) -> pb.Manifest:
+    return pb.Manifest(
+        transfer_id=transfer_id,
+        num_pages=facts.num_pages,
+        num_tokens=facts.num_tokens,
+        token_id=facts.token_id,
+        index=facts.index,
+        prompt_digest=facts.prompt_digest,
+        finished=facts.finished,
+    )
