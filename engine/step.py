@@ -4,7 +4,7 @@ One step is three calls:
 
     output = scheduler.schedule(now)         # SchedulerOutput: plain ints
     result = runner.execute(output)          # RunnerOutput: sampled tokens, after the device fence
-    events = scheduler.update(output, result, now)
+    scheduler.update(output, result)         # events: scheduler.take_events()
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class TokensSampled:
         index: Output index of the first of `token_ids`.
         token_ids: New tokens, in order; not empty.
         logprobs: One per token, or empty when not asked for.
-        finish_reason: Set when this ends the sequence (its pages are free, or leased on a handoff).
+        finish_reason: Set when this ends the sequence; its pages are free, on a handoff too.
         stop_token_id: The token that matched, when it was an end-of-sequence or stop token.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
     """
@@ -203,6 +203,10 @@ class TokensSampled:
 @dataclass(frozen=True, slots=True)
 class PagesReady:
     """Pages of a handoff sequence whose KV is final after the step's fence: the watermark rises.
+
+    Nothing is announced before the destination has reserved (`Add.reserved` or `MarkReserved`): until then the sequence
+    may be requeued and its pages reused. So the pages of a late destination come together when `MarkReserved` is
+    handled, which may be after the sequence's `TokensSampled`; else `complete` follows that within the same step.
 
     Attributes:
         key: The sequence.

@@ -1,0 +1,163 @@
+"""PagePool: who has which page. Pure bookkeeping; the bytes lie elsewhere.
+
+Every page is in exactly one state, and `check()` proves it:
+
+    FREE ──allocate──▶ HELD ──release (last holder)──▶ FREE, or CACHED when it is kept for reuse
+    FREE ──allocate(FILLING)──▶ FILLING ──validate──▶ HELD          (reserved, written by a transfer)
+    FILLING ──move──▶ FREE or QUARANTINE;  QUARANTINE ──move──▶ FREE;  CACHED ──hold──▶ HELD, ──move──▶ FREE
+
+A page's generation grows each time it becomes free, so a reference (page, generation) names one use of the page.
+Only the engine thread touches the pool.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+
+
+class PageState(StrEnum):
+    """The one state of a page."""
+
+    FREE = "free"
+    HELD = "held"
+    CACHED = "cached"
+    FILLING = "filling"
+    QUARANTINE = "quarantine"
+
+
+TRANSITIONS: Mapping[PageState, frozenset[PageState]] = {
+    PageState.FREE: frozenset({PageState.HELD, PageState.FILLING}),
+    PageState.HELD: frozenset({PageState.FREE, PageState.CACHED}),
+    PageState.CACHED: frozenset({PageState.HELD, PageState.FREE}),
+    PageState.FILLING: frozenset({PageState.HELD, PageState.FREE, PageState.QUARANTINE}),
+    PageState.QUARANTINE: frozenset({PageState.FREE}),
+}
+
+
+class PagePool:
+    """States, holders and generations of `num_pages` pages.
+
+    Args:
+        num_pages: Pages in the pool, >= 1.
+    """
+
+    __slots__ = ("_free", "_generation", "_holders", "_state", "num_pages")
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages is {num_pages}; it must be at least 1")
+        self.num_pages = num_pages
+        self._state = [PageState.FREE] * num_pages
+        self._holders = [0] * num_pages
+        self._generation = [0] * num_pages
+        # A stack whose top is its end. Pages leave in ascending runs and come back as the run they were.
+        self._free = list(range(num_pages - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages that `allocate` can give."""
+        return len(self._free)
+
+    def state(self, page_id: int) -> PageState:
+        """State of a page."""
+        return self._state[page_id]
+
+    def generation(self, page_id: int) -> int:
+        """Times that the page has become free."""
+        return self._generation[page_id]
+
+    def can_allocate(self, num_pages: int) -> bool:
+        """Says whether `allocate(num_pages)` would succeed."""
+        return num_pages <= len(self._free)
+
+    def allocate(self, num_pages: int, state: PageState = PageState.HELD) -> list[int]:
+        """Takes free pages, all or nothing; ask `can_allocate` first.
+
+        Args:
+            num_pages: How many, >= 1.
+            state: HELD (with one holder) or FILLING.
+
+        Returns:
+            Page ids, in runs where the free list has runs.
+        """
+        assert state in TRANSITIONS[PageState.FREE]
+        assert 1 <= num_pages <= len(self._free), f"{num_pages} pages asked, {len(self._free)} free"
+        pages = self._free[-num_pages:]
+        pages.reverse()
+        del self._free[-num_pages:]
+        holders = 1 if state is PageState.HELD else 0
+        for page in pages:
+            self._state[page] = state
+            self._holders[page] = holders
+        return pages
+
+    def validate(self, pages: Iterable[int]) -> None:
+        """FILLING -> HELD with one holder: the pages' bytes are whole and authentic."""
+        self.move(pages, PageState.FILLING, PageState.HELD)
+
+    def hold(self, pages: Iterable[int]) -> None:
+        """Adds a holder to each page; a CACHED page becomes HELD."""
+        for page in pages:
+            assert self._state[page] in (PageState.HELD, PageState.CACHED), f"page {page} is {self._state[page]}"
+            self._state[page] = PageState.HELD
+            self._holders[page] += 1
+
+    def release(self, pages: Sequence[int], keep: bool = False) -> None:
+        """Takes a holder from each page; without holders a page becomes FREE.
+
+        Args:
+            pages: HELD pages in the order in which they were allocated.
+            keep: Pages without holders become CACHED instead.
+        """
+        for page in reversed(pages):
+            assert self._state[page] is PageState.HELD, f"page {page} is {self._state[page]}, not held"
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                if keep:
+                    self._state[page] = PageState.CACHED
+                else:
+                    self._become_free(page)
+
+    def move(self, pages: Iterable[int], source: PageState, target: PageState) -> None:
+        """Moves pages that nobody counts as held: out of FILLING, CACHED and QUARANTINE.
+
+        The caller has fenced every writer of a FILLING or QUARANTINE page that becomes FREE.
+        """
+        assert target in TRANSITIONS[source] and source not in (PageState.FREE, PageState.HELD)
+        for page in reversed(list(pages)):
+            assert self._state[page] is source, f"page {page} is {self._state[page]}, not {source}"
+            if target is PageState.FREE:
+                self._become_free(page)
+            else:
+                self._state[page] = target
+                self._holders[page] = 1 if target is PageState.HELD else 0
+
+    def count(self, state: PageState) -> int:
+        """Pages in a state."""
+        return self._state.count(state)
+
+    def check(self, holders: Mapping[int, int] | None = None) -> None:
+        """Proves that every page is in exactly one state and that the sum is the pool.
+
+        Args:
+            holders: Holders that the owners of the pages count, by page; compared when given.
+        """
+        counts = Counter(self._state)
+        assert sum(counts.values()) == self.num_pages == len(self._holders) == len(self._generation)
+        assert len(self._free) == len(set(self._free)) == counts[PageState.FREE], "free list and states disagree"
+        assert all(self._state[page] is PageState.FREE for page in self._free)
+        for page, state in enumerate(self._state):
+            assert (self._holders[page] > 0) == (state is PageState.HELD), (
+                f"page {page}: {state}, {self._holders[page]}"
+            )
+        if holders is not None:
+            held = {page: n for page, n in enumerate(self._holders) if n}
+            assert held == {page: n for page, n in holders.items() if n}, "pages leaked or taken twice"
+
+    def _become_free(self, page: int) -> None:
+        self._state[page] = PageState.FREE
+        self._holders[page] = 0
+        self._generation[page] += 1
+        self._free.append(page)

@@ -1,0 +1,488 @@
+"""Scheduler: which tokens are computed in which step, on which pages. Pure: time is an argument, nothing is awaited.
+
+There are no phases. A sequence has known tokens and computed tokens, and each step hands out a token budget so that the
+second catch up with the first, in this order: sequences one token behind (decodes), the others that run, reservations,
+then those that wait. Invariants:
+
+- A sequence gets the pages of all its known tokens when it starts to run, all or nothing; only decodes grow.
+- A page is taken back only from a sequence younger than the one that needs it, so the oldest gets on and all end.
+- Pages that another process may read or write (announced hand-offs, reservations) are never taken back.
+- Pages of a hand-off are announced only once its destination has reserved; until then the sequence may be requeued.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from dataclasses import dataclass
+from itertools import takewhile
+
+from pdserve.core.request import FinishReason, Request
+from pdserve.engine.page_pool import PagePool, PageState
+from pdserve.engine.policies import WaitingOrder, fcfs
+from pdserve.engine.sequence import Sequence, SequenceState
+from pdserve.engine.step import (
+    EngineLoad,
+    Event,
+    PageRef,
+    PagesReady,
+    PrefillStarted,
+    ReservationRefused,
+    Reserved,
+    RunnerOutput,
+    SampledToken,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceAborted,
+    SequenceFailed,
+    TokensSampled,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLimits:
+    """What a step and a sequence may take.
+
+    Attributes:
+        page_size: Tokens per page.
+        max_num_seqs: Sequences that run at once.
+        max_num_batched_tokens: Token budget of a step, >= max_num_seqs.
+        max_model_len: Known tokens of one sequence.
+        max_unreserved_fraction: Share of the pool that hand-offs without a reserved destination may hold together; one
+            alone may hold more.
+        retry_after_s: What a reservation refused for want of pages is told.
+    """
+
+    page_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_unreserved_fraction: float = 0.25
+    retry_after_s: float = 1.0
+
+
+class Scheduler:
+    """Owns the sequences and, through the pool, their pages.
+
+    Args:
+        limits: Limits; a sequence that could not run alone in the pool is refused, whatever max_model_len says.
+        pool: The pages; touched by nobody else.
+        order: Order of waiting sequences.
+    """
+
+    def __init__(self, limits: SchedulerLimits, pool: PagePool, order: WaitingOrder = fcfs) -> None:
+        self._limits = limits
+        self._page_size = limits.page_size
+        self._pool = pool
+        self._policy = order
+        self._max_model_len = min(limits.max_model_len, pool.num_pages * limits.page_size)
+        self._max_unreserved_pages = int(limits.max_unreserved_fraction * pool.num_pages)
+        self._sequences: dict[str, Sequence] = {}
+        self._waiting: list[Sequence] = []  # sorted: those that hold pages, then by age
+        self._running: list[Sequence] = []  # sorted by age
+        self._reservations: list[Sequence] = []  # those without pages yet, first come first served
+        self._scheduled: list[Sequence] = []  # of the step in flight
+        self._starved: Sequence | None = None  # waits for pages; nothing younger takes any before it
+        self._unreserved_pages = 0
+        self._events: list[Event] = []
+        self._num_added = 0
+        self._step = 0
+
+    # ---- commands, between steps -----------------------------------------------------------------------------------
+
+    def add(self, request: Request, handoff: bool = False, reserved: bool = False) -> None:
+        """Queues a request; one that can never run fails at once."""
+        if seq := self._new_sequence(request, handoff, reserved):
+            self._enqueue(seq)
+
+    def reserve(self, request: Request, expires_s: float) -> None:
+        """Queues a reservation of pages for KV that will be pulled."""
+        if seq := self._new_sequence(request, False, False):
+            seq.move(SequenceState.WAITING_KV)
+            seq.expires_s = expires_s
+            self._reservations.append(seq)
+
+    def mark_reserved(self, key: str) -> None:
+        """The destination of a hand-off has its pages: it goes first, and what is computed is announced."""
+        seq = self._sequences.get(key)
+        if seq is None or not seq.handoff or seq.reserved:
+            return
+        queue = {SequenceState.WAITING: self._waiting, SequenceState.RUNNING: self._running}.get(seq.state)
+        if queue is not None:
+            queue.remove(seq)
+        self._unreserved_pages -= len(seq.page_table)
+        seq.reserved = True
+        seq.order = (0, *seq.order[1:])
+        if queue is not None:
+            insort(queue, seq, key=_waiting_key if queue is self._waiting else _age)
+        self._announce(seq)
+
+    def activate(self, key: str, token_id: int) -> None:
+        """A granted reservation's pages are VALID: the sequence runs on after a token sampled elsewhere."""
+        seq = self._sequences.get(key)
+        if seq is None:
+            return
+        if not seq.granted:
+            self._fail(seq, "INTERNAL", "NOT_RESERVED", f"sequence {key} was activated without a reservation")
+            return
+        seq.tokens.append(token_id)
+        if seq.finish_reason() is not None:
+            self._fail(seq, "INVALID_ARGUMENT", "NOTHING_TO_GENERATE", f"token {token_id} already ended sequence {key}")
+            return
+        self._pool.validate(seq.page_table)
+        seq.granted = False
+        seq.started = True
+        seq.num_computed = seq.num_initial
+        seq.goal = len(seq.tokens)
+        self._enqueue(seq)
+
+    def abort(self, key: str) -> None:
+        """Ends whatever the key stands for."""
+        seq = self._sequences.get(key)
+        if seq is not None:
+            self._end(seq)
+        self._events.append(SequenceAborted(key, seq is not None))
+
+    def release_lease(self, key: str) -> None:
+        """No reader needs the pages of a hand-off: free them, now or when its token has been sampled."""
+        seq = self._sequences.get(key)
+        if seq is None or not seq.handoff:
+            return
+        if len(seq.tokens) > seq.num_initial:
+            self._end(seq)
+        else:
+            seq.released = True
+
+    def fail_all(self, status: str, reason: str, message: str) -> None:
+        """Ends every sequence with the same failure."""
+        for seq in list(self._sequences.values()):
+            self._fail(seq, status, reason, message)
+
+    # ---- the step --------------------------------------------------------------------------------------------------
+
+    def schedule(self, now: float) -> SchedulerOutput | None:
+        """Picks the work of one step.
+
+        Args:
+            now: Monotonic seconds.
+
+        Returns:
+            The work, or None when nothing can run before another command or `next_expiry`.
+        """
+        self._reclaim_for_reserved()
+        items: list[ScheduledSequence] = []
+        scheduled: list[Sequence] = []
+        budget = self._limits.max_num_batched_tokens
+        chunked: list[Sequence] = []
+        at = 0
+        while at < len(self._running) and budget:  # a decode that grows may take younger ones off the end
+            seq = self._running[at]
+            at += 1
+            if seq.goal - seq.num_computed != 1:
+                chunked.append(seq)
+            elif seq.num_computed < seq.capacity or self._grow(seq):
+                items.append(_item(seq, 1))
+                scheduled.append(seq)
+                budget -= 1
+        for seq in chunked:
+            if budget and seq.state is SequenceState.RUNNING:
+                budget -= self._take_chunk(seq, budget, items, scheduled)
+        self._serve_reservations(now)
+        while budget and (started := self._start_next()) is not None:
+            budget -= self._take_chunk(started, budget, items, scheduled)
+        self._scheduled = scheduled
+        if not items:
+            return None
+        self._step += 1
+        return SchedulerOutput(self._step, tuple(items), self._limits.max_num_batched_tokens - budget)
+
+    def update(self, output: SchedulerOutput, result: RunnerOutput) -> None:
+        """Accounts for a computed step; its events are in `take_events`."""
+        events = self._events
+        for seq, item, token in zip(self._scheduled, output.sequences, result.sampled, strict=True):
+            seq.num_computed = item.start + len(item.token_ids)
+            if not seq.started:
+                seq.started = True
+                events.append(PrefillStarted(seq.key))
+            if token is not None:
+                self._accept(seq, token, item.output_index)
+            elif seq.handoff:
+                self._hand_off(seq)
+        self._scheduled = []
+
+    def take_events(self) -> tuple[Event, ...]:
+        """What happened since the last call."""
+        events, self._events = tuple(self._events), []
+        return events
+
+    def next_expiry(self) -> float | None:
+        """When a reservation must be looked at although nothing happens; monotonic seconds."""
+        return min((seq.expires_s for seq in self._reservations), default=None)
+
+    @property
+    def step(self) -> int:
+        """Steps scheduled so far."""
+        return self._step
+
+    def load(self) -> EngineLoad:
+        """Load now."""
+        pending = 0
+        for queue in (self._waiting, self._running):
+            for seq in queue:
+                pending += seq.goal - seq.num_computed
+        return EngineLoad(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting) + len(self._reservations),
+            num_free_pages=self._pool.num_free,
+            num_pages=self._pool.num_pages,
+            num_pending_prefill_tokens=pending,
+        )
+
+    def check(self) -> None:
+        """Proves that the pool's holders are the sequences' pages and that every sequence is where its state says."""
+        held: Counter[int] = Counter()
+        filling: list[int] = []
+        for seq in self._sequences.values():
+            (filling.extend if seq.granted else held.update)(seq.page_table)
+            assert seq.num_computed <= len(seq.tokens) <= max(seq.max_len, seq.num_initial)
+            assert seq.num_computed <= seq.capacity == len(seq.page_table) * self._page_size
+            assert (seq in self._running) == (seq.state is SequenceState.RUNNING)
+            assert (seq in self._waiting) == (seq.state is SequenceState.WAITING)
+            assert (seq in self._reservations) == (seq.state is SequenceState.WAITING_KV and not seq.granted)
+        self._pool.check(held)
+        assert len(filling) == len(set(filling)) == self._pool.count(PageState.FILLING), "FILLING pages without owner"
+        assert self._unreserved_pages == sum(len(s.page_table) for s in self._unreserved())
+        assert len(self._running) <= self._limits.max_num_seqs
+        assert self._running == sorted(self._running, key=_age)
+        assert self._waiting == sorted(self._waiting, key=_waiting_key)
+
+    # ---- entering and leaving --------------------------------------------------------------------------------------
+
+    def _new_sequence(self, request: Request, handoff: bool, reserved: bool) -> Sequence | None:
+        if (old := self._sequences.get(request.key)) is not None:
+            self._fail(old, "ALREADY_EXISTS", "DUPLICATE_KEY", f"two sequences have the key {request.key}; both ended")
+            return None
+        self._num_added += 1
+        order = (float(handoff and not reserved), *self._policy(request), self._num_added)
+        seq = Sequence(request, order, self._max_model_len, handoff, reserved)
+        if refusal := self._refusal(seq):
+            self._events.append(SequenceFailed(request.key, "INVALID_ARGUMENT", *refusal))
+            return None
+        self._sequences[request.key] = seq
+        return seq
+
+    def _refusal(self, seq: Sequence) -> tuple[str, str] | None:
+        if seq.num_prompt == 0:
+            return "EMPTY_PROMPT", "the prompt has no tokens; send at least one"
+        if seq.num_initial >= self._max_model_len:
+            return (
+                "PROMPT_TOO_LONG",
+                f"the prompt and the tokens already emitted are {seq.num_initial} tokens; with one more they must fit "
+                f"into {self._max_model_len} (the model's length, or what the KV pages hold)",
+            )
+        if seq.num_initial >= seq.max_len:
+            return "NOTHING_TO_GENERATE", f"all of max_tokens={seq.sampling.max_tokens} have been emitted already"
+        return None
+
+    def _enqueue(self, seq: Sequence) -> None:
+        if seq.state is not SequenceState.WAITING:
+            seq.move(SequenceState.WAITING)
+        insort(self._waiting, seq, key=_waiting_key)
+
+    def _end(self, seq: Sequence) -> None:
+        """Takes a sequence out of everything; the caller tells why."""
+        if seq.state is SequenceState.WAITING:
+            self._waiting.remove(seq)
+        elif seq.state is SequenceState.RUNNING:
+            self._running.remove(seq)
+        elif seq.state is SequenceState.WAITING_KV and not seq.granted:
+            self._reservations.remove(seq)
+        if self._starved is seq:
+            self._starved = None
+        self._free_pages(seq)
+        seq.move(SequenceState.FINISHED)
+        del self._sequences[seq.key]
+
+    def _fail(self, seq: Sequence, status: str, reason: str, message: str) -> None:
+        self._end(seq)
+        self._events.append(SequenceFailed(seq.key, status, reason, message))
+
+    # ---- what a computed step means for one sequence ---------------------------------------------------------------
+
+    def _accept(self, seq: Sequence, token: SampledToken, index: int) -> None:
+        tokens = seq.tokens
+        tokens.append(token.token_id)
+        reason = seq.finish_reason()
+        if reason is not None:
+            self._end(seq)
+        self._events.append(
+            TokensSampled(
+                seq.key,
+                index,
+                (token.token_id,),
+                () if token.logprobs is None else (token.logprobs,),
+                reason,
+                token.token_id if reason is FinishReason.STOP else None,
+            )
+        )
+        if reason is None and seq.handoff:
+            self._hand_off(seq)
+        elif reason is None:
+            seq.goal = len(tokens)
+
+    def _hand_off(self, seq: Sequence) -> None:
+        """Announces what a step made final; once all is, leases the pages, or frees them when no reader will come."""
+        if seq.num_computed == seq.num_initial:
+            if seq.released:
+                self._end(seq)
+                return
+            self._running.remove(seq)
+            seq.move(SequenceState.HANDOFF)
+        self._announce(seq)
+
+    def _announce(self, seq: Sequence) -> None:
+        if not seq.reserved or not seq.page_table:
+            return
+        complete = seq.state is SequenceState.HANDOFF
+        final = len(seq.page_table) if complete else seq.num_computed // self._page_size
+        first = seq.num_announced
+        if final > first:
+            seq.num_announced = final
+            self._events.append(PagesReady(seq.key, first, self._refs(seq.page_table[first:final]), complete))
+
+    # ---- pages -----------------------------------------------------------------------------------------------------
+
+    def _take_chunk(self, seq: Sequence, budget: int, items: list[ScheduledSequence], scheduled: list[Sequence]) -> int:
+        num_tokens = min(seq.goal - seq.num_computed, budget)
+        items.append(_item(seq, num_tokens))
+        scheduled.append(seq)
+        return num_tokens
+
+    def _start_next(self) -> Sequence | None:
+        """Moves the first waiting sequence to RUNNING with all its pages, if there is room."""
+        if not self._waiting or len(self._running) >= self._limits.max_num_seqs:
+            return None
+        seq = self._waiting[0]
+        need = self._num_pages(seq.goal) - len(seq.page_table)
+        if need > 0:
+            if seq.handoff and not seq.reserved:
+                held = self._unreserved_pages
+                if held and held + need > self._max_unreserved_pages:
+                    return None
+            # Room for the others to grow: what starts now must not be the next to be preempted.
+            headroom = 0 if seq.handoff else len(self._running)
+            if not self._pool.can_allocate(need + headroom):
+                self._starved = seq
+                return None
+        if self._starved is seq:
+            self._starved = None
+        del self._waiting[0]
+        if need > 0:
+            self._give_pages(seq, self._pool.allocate(need))
+        seq.move(SequenceState.RUNNING)
+        insort(self._running, seq, key=_age)
+        return seq
+
+    def _grow(self, seq: Sequence) -> bool:
+        """One more page for a running sequence, from a younger one if need be; False: it sits this step out."""
+        while not self._pool.can_allocate(1):
+            holders = [*takewhile(lambda s: s.page_table, self._waiting), *self._running]
+            victims = [s for s in holders if s.order > seq.order and not (s.handoff and s.reserved)]
+            if not victims:
+                return False
+            self._preempt(max(victims, key=_age))
+        self._give_pages(seq, self._pool.allocate(1))
+        return True
+
+    def _reclaim_for_reserved(self) -> None:
+        """A reserved hand-off never waits for unreserved ones: they are requeued, youngest first."""
+        seq = self._waiting[0] if self._waiting and self._unreserved_pages else None
+        if seq is None or not (seq.handoff and seq.reserved):
+            return
+        need = self._num_pages(seq.goal)
+        if need <= self._pool.num_free + self._unreserved_pages:
+            for victim in sorted(self._unreserved(), key=_age, reverse=True):
+                if self._pool.can_allocate(need):
+                    return
+                self._preempt(victim)
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Takes all pages of a sequence; it waits again with its tokens, to be computed anew."""
+        queues = {SequenceState.WAITING: self._waiting, SequenceState.RUNNING: self._running}
+        if (queue := queues.get(seq.state)) is not None:
+            queue.remove(seq)
+        seq.move(SequenceState.PREEMPTED)
+        self._free_pages(seq)
+        seq.num_computed = 0
+        self._enqueue(seq)
+        if self._starved is None or seq.order < self._starved.order:
+            self._starved = seq
+
+    def _serve_reservations(self, now: float) -> None:
+        self._grant_reservations()
+        if expired := [seq for seq in self._reservations if seq.expires_s <= now]:
+            for seq in expired:
+                self._end(seq)
+                self._events.append(ReservationRefused(seq.key, self._limits.retry_after_s))
+            self._grant_reservations()
+
+    def _grant_reservations(self) -> None:
+        num_granted = 0
+        for seq in self._reservations:
+            num_prompt_pages = self._num_pages(seq.num_initial)
+            # One page to decode into, unless the sequence can never need it.
+            need = max(num_prompt_pages, min(num_prompt_pages + 1, self._num_pages(seq.max_len - 1)))
+            starved = self._starved
+            if (starved is not None and starved.order < seq.order) or not self._pool.can_allocate(need):
+                break
+            self._give_pages(seq, self._pool.allocate(need, PageState.FILLING))
+            seq.granted = True
+            num_granted += 1
+            self._events.append(Reserved(seq.key, 0, self._refs(seq.page_table[:num_prompt_pages])))
+        del self._reservations[:num_granted]
+
+    def _give_pages(self, seq: Sequence, pages: list[int]) -> None:
+        seq.page_table.extend(pages)
+        seq.capacity = len(seq.page_table) * self._page_size
+        if seq.handoff and not seq.reserved:
+            self._unreserved_pages += len(pages)
+
+    def _free_pages(self, seq: Sequence) -> None:
+        if seq.handoff and not seq.reserved:
+            self._unreserved_pages -= len(seq.page_table)
+        if seq.granted:
+            self._pool.move(seq.page_table, PageState.FILLING, PageState.FREE)
+        else:
+            self._pool.release(seq.page_table)
+        seq.page_table, seq.capacity, seq.granted = [], 0, False
+
+    def _unreserved(self) -> list[Sequence]:
+        return [s for s in self._sequences.values() if s.handoff and not s.reserved and s.page_table]
+
+    def _num_pages(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._page_size)
+
+    def _refs(self, pages: list[int]) -> tuple[PageRef, ...]:
+        return tuple(PageRef(page, self._pool.generation(page)) for page in pages)
+
+
+def _item(seq: Sequence, num_tokens: int) -> ScheduledSequence:
+    start = seq.num_computed
+    end = start + num_tokens
+    tokens = seq.tokens
+    return ScheduledSequence(
+        seq.key,
+        start,
+        tokens[start:end],
+        seq.page_table,
+        seq.sampling if end == len(tokens) else None,
+        len(tokens) - seq.num_prompt,
+    )
+
+
+def _age(seq: Sequence) -> tuple[float, ...]:
+    return seq.order
+
+
+def _waiting_key(seq: Sequence) -> tuple[float, ...]:
+    return (not seq.page_table, *seq.order)

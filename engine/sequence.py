@@ -1,0 +1,125 @@
+"""Sequence: the engine's mutable state of one token stream, and the table of its legal transitions.
+
+A sequence has known tokens (prompt, emitted, sampled) and computed ones; scheduling is the second catching up with
+the first. Nothing here says prefill or decode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+from pdserve.core.request import FinishReason, Request
+
+
+class SequenceState(StrEnum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    WAITING_KV = "waiting_kv"
+    RUNNING = "running"
+    HANDOFF = "handoff"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+TRANSITIONS: Mapping[SequenceState, frozenset[SequenceState]] = {
+    # an activated reservation waits with its pages; they may be taken back while it waits
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.FINISHED}),
+    SequenceState.WAITING_KV: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.HANDOFF, SequenceState.PREEMPTED, SequenceState.FINISHED}),
+    # only while no destination has reserved, so that no reader can exist
+    SequenceState.HANDOFF: frozenset({SequenceState.PREEMPTED, SequenceState.FINISHED}),
+    SequenceState.PREEMPTED: frozenset({SequenceState.WAITING}),
+    SequenceState.FINISHED: frozenset(),
+}
+
+
+class Sequence:
+    """One token stream on this engine.
+
+    Args:
+        request: What was asked.
+        order: Age: lower is older, unique on this engine.
+        max_model_len: Most tokens that the engine lets a sequence have.
+        handoff: It ends after its first sampled token, its pages leased.
+        reserved: With handoff: the destination has its pages.
+
+    Attributes:
+        tokens: Known tokens: prompt, emitted, sampled.
+        num_initial: Prompt and emitted tokens.
+        num_computed: Leading tokens whose KV exists.
+        goal: Tokens to compute before something is sampled or handed off.
+        page_table: Pages in order; capacity is the tokens that they hold.
+        max_len: Known tokens at which it ends with LENGTH.
+        stop_ids: Tokens that end it.
+        num_announced: Leading pages told as ready.
+        granted: WAITING_KV: pages are set aside.
+        expires_s: WAITING_KV: when a reservation without pages is refused.
+        released: Handoff: no reader will come.
+        started: Its first step has run.
+    """
+
+    __slots__ = (
+        "capacity",
+        "expires_s",
+        "goal",
+        "granted",
+        "handoff",
+        "key",
+        "max_len",
+        "num_announced",
+        "num_computed",
+        "num_initial",
+        "num_prompt",
+        "order",
+        "page_table",
+        "released",
+        "request",
+        "reserved",
+        "sampling",
+        "started",
+        "state",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(
+        self, request: Request, order: tuple[float, ...], max_model_len: int, handoff: bool, reserved: bool
+    ) -> None:
+        sampling = request.sampling
+        self.key = request.key
+        self.request = request
+        self.sampling = sampling
+        self.state = SequenceState.WAITING
+        self.order = order
+        self.handoff = handoff
+        self.reserved = reserved
+        self.tokens = [*request.prompt_token_ids, *request.emitted_token_ids]
+        self.num_prompt = len(request.prompt_token_ids)
+        self.num_initial = len(self.tokens)
+        self.num_computed = 0
+        self.goal = self.num_initial
+        self.page_table: list[int] = []
+        self.capacity = 0
+        self.max_len = (
+            max_model_len if sampling.max_tokens is None else min(max_model_len, self.num_prompt + sampling.max_tokens)
+        )
+        eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
+        self.stop_ids = eos | frozenset(sampling.stop_token_ids)
+        self.num_announced = 0
+        self.granted = False
+        self.expires_s = 0.0
+        self.released = False
+        self.started = False
+
+    def move(self, state: SequenceState) -> None:
+        """Changes the state; an illegal change is a bug."""
+        assert state in TRANSITIONS[self.state], f"sequence {self.key}: {self.state} -> {state}"
+        self.state = state
+
+    def finish_reason(self) -> FinishReason | None:
+        """Why the newest token ends the sequence, or None."""
+        if self.tokens[-1] in self.stop_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(self.tokens) >= self.max_len else None
