@@ -1,0 +1,51 @@
+"""SamplingParams between the wire and `core.sampling`. An unset field takes the default of `SamplingParams`."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from pdserve.core.sampling import SamplingParams
+from pdserve.v1 import common_pb2
+
+_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+_MESSAGES = ("logit_bias", "structured_outputs")
+
+
+def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
+    """Reads and validates sampling parameters.
+
+    Raises:
+        RequestError: A value is out of range; the message names the field.
+        UnimplementedError: A field that is not honoured yet is set to another value than its default.
+    """
+    values: dict[str, object] = {}
+    for f in fields(SamplingParams):
+        if f.name in _LISTS:
+            values[f.name] = tuple(getattr(message, f.name))
+        elif f.name not in _MESSAGES and message.HasField(f.name):  # type: ignore[arg-type]
+            value = getattr(message, f.name)
+            values[f.name] = _shortest(value) if isinstance(value, float) else value
+    if message.logit_bias:
+        values["logit_bias"] = dict(message.logit_bias)
+    if message.HasField("structured_outputs"):
+        values["structured_outputs"] = {message.structured_outputs.WhichOneof("constraint") or "choice": True}
+    return SamplingParams(**values)  # type: ignore[arg-type]
+
+
+def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
+    """Writes validated parameters; fields at their default stay unset."""
+    message = common_pb2.SamplingParams()
+    for f in fields(params):
+        value = getattr(params, f.name)
+        if value is None or value == f.default:
+            continue
+        if f.name in _LISTS:
+            getattr(message, f.name).extend(value)
+        else:
+            setattr(message, f.name, value)
+    return message
+
+
+def _shortest(value: float) -> float:
+    """The number that was meant by a float32: 0.7, not 0.699999988."""
+    return float(f"{value:.7g}")

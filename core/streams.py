@@ -1,0 +1,132 @@
+"""What every worker keeps of the attempts that it computes: the table of live ones, and the messages of one step.
+
+A stream is in the table from its Submit until nothing of it is left in the engine; `silent` says that its router hears
+nothing of it any more (it ended, failed, or is being aborted). Event loop only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from pdserve.core.errors import PdserveError
+from pdserve.core.output_stage import OutputState
+from pdserve.core.request import Request
+from pdserve.core.session import RouterSession, refusal
+from pdserve.v1 import worker_pb2
+
+
+@dataclass(eq=False, kw_only=True)
+class Stream:
+    """One attempt of a request on this worker.
+
+    Attributes:
+        submit: What the router asked.
+        request: The same for the engine.
+        session: Who asked.
+        output: Text and offsets so far.
+        silent: True: nothing more is sent.
+        ending: True: the engine was, or will be, told to abort it.
+        abort_answers: Sessions that wait for Aborted.
+    """
+
+    submit: worker_pb2.Submit
+    request: Request
+    session: RouterSession
+    output: OutputState
+    silent: bool = False
+    ending: bool = False
+    abort_answers: list[RouterSession] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """Its name in the engine."""
+        return self.request.key
+
+    def fail(self, error: PdserveError) -> None:
+        """Tells the router, once, that nothing more will come."""
+        if not self.silent:
+            self.session.send(refusal(self.submit.fence, error))
+        self.silent = True
+
+    def answer_aborted(self, known: bool) -> None:
+        """Answers every Abort that waits: no page of the attempt is held any more."""
+        for session in self.abort_answers:
+            send_aborted(session, self.submit, known)
+        self.abort_answers.clear()
+
+
+def send_aborted(session: RouterSession, message: worker_pb2.Submit | worker_pb2.Abort, known: bool) -> None:
+    """Answers an Abort."""
+    session.send(worker_pb2.SessionResponse(aborted=worker_pb2.Aborted(fence=message.fence, known=known)))
+
+
+S = TypeVar("S", bound=Stream)
+
+
+class StreamTable(Generic[S]):
+    """Live streams by engine key, transfer, request and session."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[str, S] = {}
+        self._by_transfer: dict[str, S] = {}
+        self._by_request: dict[str, list[S]] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def add(self, stream: S) -> None:
+        """Adds a stream whose key is new."""
+        assert stream.key not in self._by_key, stream.key
+        self._by_key[stream.key] = stream
+        self._by_request.setdefault(stream.submit.fence.request_id, []).append(stream)
+        if stream.submit.transfer_id:
+            self._by_transfer[stream.submit.transfer_id] = stream
+
+    def remove(self, stream: S) -> None:
+        """Forgets a stream. Idempotent."""
+        if self._by_key.pop(stream.key, None) is None:
+            return
+        if self._by_transfer.get(stream.submit.transfer_id) is stream:
+            del self._by_transfer[stream.submit.transfer_id]
+        same = self._by_request[stream.submit.fence.request_id]
+        same.remove(stream)
+        if not same:
+            del self._by_request[stream.submit.fence.request_id]
+
+    def get(self, key: str) -> S | None:
+        """The stream with this engine key."""
+        return self._by_key.get(key)
+
+    def of_transfer(self, transfer_id: str) -> S | None:
+        """The stream whose pages move in this transfer."""
+        return self._by_transfer.get(transfer_id)
+
+    def of_request(self, request_id: str, max_attempt: int) -> list[S]:
+        """Streams of a request up to an attempt."""
+        return [s for s in self._by_request.get(request_id, ()) if s.submit.fence.attempt <= max_attempt]
+
+    def of_session(self, session: RouterSession) -> list[S]:
+        """Streams that a router owns."""
+        return [s for s in self._by_key.values() if s.session is session]
+
+    def all(self) -> list[S]:
+        """All streams."""
+        return list(self._by_key.values())
+
+
+class StepBatch:
+    """Collects what one engine step gave, so that each router gets one message."""
+
+    def __init__(self) -> None:
+        self._by_session: dict[RouterSession, list[worker_pb2.SequenceOutput]] = {}
+
+    def add(self, session: RouterSession, output: worker_pb2.SequenceOutput) -> None:
+        """Adds the news of one sequence."""
+        self._by_session.setdefault(session, []).append(output)
+
+    def send(self, step: int, load: worker_pb2.Load) -> None:
+        """Sends one StepOutputs to each router that has news."""
+        for session, outputs in self._by_session.items():
+            message = worker_pb2.StepOutputs(step=step, outputs=outputs, load=load)
+            session.send(worker_pb2.SessionResponse(step_outputs=message))
