@@ -32,8 +32,11 @@ class RichProgress:
 
     def update(self, done: int, total: int | None = None) -> None:
         """See `engine.progress.Progress`."""
-        if self._current is not None:
-            self._progress.update(self._current, completed=done, **({} if total is None else {"total": total}))
+        if self._current is None:
+            return
+        if total is not None:
+            self._progress.update(self._current, total=total)
+        self._progress.update(self._current, completed=done)
 
     def end(self) -> None:
         """See `engine.progress.Progress`."""

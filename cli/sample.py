@@ -33,8 +33,8 @@ def run_sample(console: Console, address: str, prompt: str) -> None:
         f"({usage.prompt_tokens} prompt tokens, {usage.completion_tokens} output tokens)"
     )
     console.print(timing_table(timings))
-    if timings.transfer_bytes:
-        hidden = 100 * timings.transfer_hidden_s / timings.transfer_s if timings.transfer_s else 0.0
+    if timings.transfer_bytes and timings.transfer_s:
+        hidden = 100 * (timings.transfer_hidden_s or 0.0) / timings.transfer_s
         console.print(
             f"KV transfer: {timings.transfer_bytes / 1e6:.2f} MB; "
             f"{hidden:.0f} % of its time was hidden behind the prefill"
@@ -50,14 +50,19 @@ def timing_table(timings: Timings) -> Table:
         ("hand-off gap", timings.handoff_gap_s),
         ("decode", timings.decode_s),
     ]
-    longest = max((seconds for _, seconds in phases), default=0.0) or 1.0
+    longest = max((seconds or 0.0 for _, seconds in phases), default=0.0) or 1.0
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column()
     table.add_column(justify="right")
     table.add_column()
     for name, seconds in phases:
-        table.add_row(name, f"{1e3 * seconds:.1f} ms", "█" * round(BAR_WIDTH * seconds / longest), style="")
-    table.add_row("TTFT", f"{1e3 * timings.ttft_s:.1f} ms", "arrival to first token", style="bold")
-    table.add_row("TPOT", f"{1e3 * timings.tpot_s:.1f} ms", "per further token", style="bold")
-    table.add_row("E2E", f"{1e3 * timings.e2e_s:.1f} ms", "arrival to end", style="bold")
+        bar = "█" * round(BAR_WIDTH * (seconds or 0.0) / longest)
+        table.add_row(name, _milliseconds(seconds), bar)
+    table.add_row("TTFT", _milliseconds(timings.ttft_s), "arrival to first token", style="bold")
+    table.add_row("TPOT", _milliseconds(timings.tpot_s), "per further token", style="bold")
+    table.add_row("E2E", _milliseconds(timings.e2e_s), "arrival to end", style="bold")
     return table
+
+
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.1f} ms"

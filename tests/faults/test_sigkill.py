@@ -1,0 +1,84 @@
+"""SIGKILL and SIGSTOP of workers at work: a clear error within 5 s, no leak on the survivor, a restart serves again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pdserve.client import Client
+from pdserve.client.errors import PdserveError, Unavailable
+from tests.support.deployment import Deployment, deploy, wait_until
+
+ERROR_WITHIN_S = 5.0
+
+
+@pytest.fixture
+def deployment(tmp_path: Path) -> Iterator[Deployment]:
+    # A fake step that takes 20 ms, so that a death can be placed inside a prefill or a decode.
+    with deploy(
+        tmp_path,
+        "fake",
+        flags=["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "512"],
+        env={"PDSERVE_FAKE_STEP_MS": "20"},
+    ) as running:
+        yield running
+
+
+class Background:
+    """A request in a thread, whose end is either its tokens or its error with the time that it took to come."""
+
+    def __init__(self, client: Client, prompt: list[int], max_tokens: int) -> None:
+        self.num_tokens = 0
+        self.error: PdserveError | None = None
+        self.ended_s = 0.0
+        self._stream = client.stream(prompt_token_ids=prompt, max_tokens=max_tokens, ignore_eos=True, timeout_s=60)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            for delta in self._stream:
+                self.num_tokens += len(delta.token_ids)
+        except PdserveError as e:
+            self.error = e
+        self.ended_s = time.monotonic()
+
+    def join(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the stream hangs"
+
+
+def all_pages_free(deployment: Deployment, worker: str) -> bool:
+    held = deployment.metric(worker, "pdserve_kv_pages", state="held")
+    return held + deployment.metric(worker, "pdserve_kv_pages", state="filling") == 0
+
+
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_killed_worker(deployment: Deployment, victim: str) -> None:
+    survivor = "decode-0" if victim == "prefill-0" else "prefill-0"
+    with deployment.client() as client:
+        if victim == "prefill-0":
+            streams = [Background(client, [7] * 2000, 4) for _ in range(3)]
+            wait_until(lambda: deployment.metric(victim, "pdserve_num_requests_running") > 0, 20, "a prefill to run")
+        else:
+            streams = [Background(client, [7] * 40, 2000) for _ in range(3)]
+            wait_until(lambda: all(s.num_tokens > 3 for s in streams), 20, "decodes to stream")
+        killed_s = time.monotonic()
+        deployment.kill(victim)
+        for stream in streams:
+            stream.join()
+            assert isinstance(stream.error, Unavailable), stream.error
+            assert victim in stream.error.message
+            assert stream.ended_s - killed_s < ERROR_WITHIN_S
+        wait_until(lambda: all_pages_free(deployment, survivor), 20, f"{survivor} to free its pages")
+
+        survivor_pid = deployment.children[survivor].pid
+        deployment.start_worker(victim).wait_ready(60)
+        wait_until(lambda: any(m.ready for m in client.models()), 20, "the router to have a route again")
+        assert len(client.generate(prompt_token_ids=[7] * 40, max_tokens=8, ignore_eos=True).token_ids) == 8
+        assert deployment.children[survivor].pid == survivor_pid
+        assert deployment.children[survivor].returncode is None
