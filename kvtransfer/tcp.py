@@ -1,0 +1,297 @@
+"""The tcp transport: `TcpPageSource` on prefill, `TcpPageSink` on decode. Blocking sockets in threads, no staging.
+
+Sink invariant: a pull's thread is the only writer of its destinations, and `pull` returns (or raises, also when it is
+cancelled) only after that thread is done. So abort is: shut the socket down, wait for the thread, then free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import xxhash
+
+from pdserve.core.errors import TransferError
+from pdserve.kvtransfer import wire
+from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.sockets import Closed, recv_exactly, send_all, shut_down, tune
+from pdserve.kvtransfer.tcp_source import TcpPageSource
+from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
+
+__all__ = ["TcpPageSink", "TcpPageSource"]
+
+MAX_IDLE_PER_PEER = 4
+
+
+class _Job:
+    """One pull: what its thread and its canceller share."""
+
+    def __init__(self, deadline_s: float, idle_s: float) -> None:
+        self.num_bytes = 0
+        self._deadline_s, self._idle_s = deadline_s, idle_s
+        self._lock = threading.Lock()
+        self._sock: socket.socket | None = None
+        self._cancelled = False
+
+    def hold(self, sock: socket.socket) -> None:
+        """Makes a socket the one that `cancel` ends."""
+        with self._lock:
+            if self._cancelled:
+                raise TransferError("the pull was cancelled", reason="CANCELLED")
+            self._sock = sock
+
+    def let_go(self) -> None:
+        """The socket is no longer ours to end."""
+        with self._lock:
+            self._sock = None
+
+    def drop(self, sock: socket.socket) -> None:
+        """Closes a socket so that `cancel` cannot hit its descriptor's next owner."""
+        self.let_go()
+        sock.close()
+
+    @property
+    def cancelled(self) -> bool:
+        """True once `cancel` was called."""
+        return self._cancelled
+
+    def cancel(self) -> None:
+        """Makes the thread stop soon; callable from any thread."""
+        with self._lock:
+            self._cancelled = True
+            if self._sock is not None:
+                shut_down(self._sock)
+
+    def receive(self, sock: socket.socket, into: memoryview) -> None:
+        """Fills a buffer within the idle and the total limit."""
+        at = 0
+        while at < len(into):
+            left = self._deadline_s - time.monotonic()
+            if left <= 0 or self._cancelled:
+                raise TransferError("the pull is slower than its limit", reason="PULL_TOO_SLOW")
+            sock.settimeout(min(left, self._idle_s))
+            n = sock.recv_into(into[at:])
+            if n == 0:
+                raise Closed
+            at += n
+            self.num_bytes += n
+
+
+class TcpPageSink:
+    """Decode's end of the tcp data plane.
+
+    Args:
+        memory: The pool to write into.
+        identity_digest: Shown to sources, which must have the same.
+        max_threads: Pulls that run at once; more wait.
+        idle_s: A pull that receives nothing for this long fails, seconds.
+        base_s: Time allowed for any pull, seconds.
+        min_bytes_per_s: Beyond `base_s` a pull must be at least this fast.
+    """
+
+    capabilities = Capabilities(quiescent_cancel=True, zero_copy=True, device_memory=False)
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        identity_digest: bytes,
+        *,
+        max_threads: int = 8,
+        idle_s: float = 2.0,
+        base_s: float = 5.0,
+        min_bytes_per_s: float = 50e6,
+    ) -> None:
+        self._memory, self._digest = memory, identity_digest
+        self._idle_s, self._base_s, self._min_bytes_per_s = idle_s, base_s, min_bytes_per_s
+        self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="kv-pull")
+        self._lock = threading.Lock()
+        self._idle: dict[tuple[str, bytes], list[socket.socket]] = {}
+        self._jobs: set[_Job] = set()
+        self._closed = False
+
+    async def pull(
+        self,
+        address: str,
+        token: bytes,
+        transfer_id: str,
+        sources: Sequence[SourcePageRef],
+        destinations: Sequence[int],
+    ) -> int:
+        """See `PageSink`."""
+        assert len(sources) == len(destinations)
+        if self._closed:
+            raise TransferError("the data plane is closed", reason="SINK_CLOSED")
+        total = 0
+        for at in range(0, len(sources), wire.MAX_GET_PAGES):
+            part = slice(at, at + wire.MAX_GET_PAGES)
+            total += await self._pull_part(address, token, transfer_id, sources[part], destinations[part])
+        return total
+
+    async def _pull_part(
+        self,
+        address: str,
+        token: bytes,
+        transfer_id: str,
+        sources: Sequence[SourcePageRef],
+        destinations: Sequence[int],
+    ) -> int:
+        limit_s = self._base_s + len(sources) * self._memory.page_bytes / self._min_bytes_per_s
+        job = _Job(time.monotonic() + limit_s, self._idle_s)
+        self._jobs.add(job)
+        future = self._threads.submit(self._run, job, address, token, transfer_id, sources, destinations)
+        waiter = asyncio.wrap_future(future)
+        try:
+            return await asyncio.shield(waiter)
+        except asyncio.CancelledError:
+            job.cancel()
+            await _settled(waiter)
+            raise
+        finally:
+            self._jobs.discard(job)
+
+    async def close(self) -> None:
+        """See `PageSink`."""
+        self._closed = True
+        for job in list(self._jobs):
+            job.cancel()
+        await asyncio.to_thread(self._threads.shutdown)
+        with self._lock:
+            for socks in self._idle.values():
+                for sock in socks:
+                    sock.close()
+            self._idle.clear()
+
+    # ---- in the pull's thread ----------------------------------------------------------------------------------------
+
+    def _run(
+        self,
+        job: _Job,
+        address: str,
+        token: bytes,
+        transfer_id: str,
+        sources: Sequence[SourcePageRef],
+        destinations: Sequence[int],
+    ) -> int:
+        ask = wire.encode_get(transfer_id, sources)
+        try:
+            sock, header = self._ask(job, address, token, ask)
+            try:
+                self._receive_pages(job, sock, header, sources, destinations)
+                job.let_go()
+            except BaseException:
+                job.drop(sock)
+                raise
+            self._keep(address, token, sock)
+        except Closed as e:
+            reason = "CANCELLED" if job.cancelled else "PEER_GONE"
+            raise TransferError(f"the source at {address} closed the connection", reason=reason) from e
+        except TimeoutError as e:
+            raise TransferError(f"the source at {address} is silent", reason="PULL_IDLE") from e
+        except OSError as e:
+            raise TransferError(f"connection to the source at {address}: {e}", reason="PEER_GONE") from e
+        return job.num_bytes + len(ask)
+
+    def _ask(self, job: _Job, address: str, token: bytes, ask: bytes) -> tuple[socket.socket, memoryview]:
+        """Sends the ask and reads the first header; a kept connection that died meanwhile is replaced once."""
+        header = memoryview(bytearray(wire.HEADER_BYTES))
+        while (sock := self._take(address, token)) is not None:
+            try:
+                job.hold(sock)
+                sock.settimeout(self._idle_s)
+                send_all(sock, [ask])
+                job.receive(sock, header)
+            except (Closed, ConnectionError):
+                job.drop(sock)
+            except BaseException:
+                job.drop(sock)
+                raise
+            else:
+                return sock, header
+        sock = self._connect(job, address)
+        try:
+            send_all(sock, [wire.encode_hello(token, self._digest), ask])
+            job.num_bytes += wire.HEADER_BYTES
+            job.receive(sock, header)
+        except BaseException:
+            job.drop(sock)
+            raise
+        return sock, header
+
+    def _connect(self, job: _Job, address: str) -> socket.socket:
+        host, _, port = address.rpartition(":")
+        try:
+            family, kind, proto, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        except (ValueError, OSError) as e:
+            raise TransferError(f"data address {address!r}: {e}", reason="BAD_ADDRESS") from e
+        sock = socket.socket(family, kind, proto)
+        try:
+            tune(sock)
+            sock.settimeout(self._idle_s)
+            job.hold(sock)
+            sock.connect(target)
+            job.hold(sock)  # a cancel while it was not connected could not shut it down
+        except BaseException:
+            job.drop(sock)
+            raise
+        return sock
+
+    def _receive_pages(
+        self,
+        job: _Job,
+        sock: socket.socket,
+        header: memoryview,
+        sources: Sequence[SourcePageRef],
+        destinations: Sequence[int],
+    ) -> None:
+        page_bytes = self._memory.page_bytes
+        for source, destination in zip(sources, destinations, strict=True):
+            frame = _frame_or_error(header)
+            expected = wire.PageHeader(source.page_id, source.generation, source.checksum, page_bytes)
+            if frame != expected:
+                raise TransferError(f"the source sent {frame} instead of {expected}", reason="BAD_FRAME")
+            page = self._memory.page(destination)
+            job.receive(sock, page)
+            if source.checksum and xxhash.xxh3_64_intdigest(page) != source.checksum:
+                raise TransferError(f"page {source.page_id} arrived corrupt", reason="CORRUPT_PAGE")
+            job.receive(sock, header)
+        if _frame_or_error(header) != wire.EndFrame(len(sources)):
+            raise TransferError("the source did not end its answer", reason="BAD_FRAME")
+
+    def _take(self, address: str, token: bytes) -> socket.socket | None:
+        with self._lock:
+            socks = self._idle.get((address, token))
+            return socks.pop() if socks else None
+
+    def _keep(self, address: str, token: bytes, sock: socket.socket) -> None:
+        """Keeps a connection for the next pull; a new token of an address makes connections of its old ones useless."""
+        with self._lock:
+            for key in [k for k in self._idle if k[0] == address and k[1] != token]:
+                for old in self._idle.pop(key):
+                    old.close()
+            socks = self._idle.setdefault((address, token), [])
+            if self._closed or len(socks) >= MAX_IDLE_PER_PEER:
+                sock.close()
+            else:
+                socks.append(sock)
+
+
+def _frame_or_error(header: memoryview) -> wire.Frame:
+    frame = wire.decode_header(header)
+    if isinstance(frame, wire.ErrFrame):
+        raise TransferError(f"the source refused: {frame.text}", reason=frame.code.name)
+    return frame
+
+
+async def _settled(waiter: asyncio.Future[int]) -> None:
+    """Waits until the thread is done, however often the caller is cancelled meanwhile."""
+    while not waiter.done():
+        try:
+            await asyncio.wait([waiter])
+        except asyncio.CancelledError:
+            continue
+    if not waiter.cancelled():
+        waiter.exception()  # the cancellation is what is told

@@ -1,0 +1,287 @@
+"""TcpPageSource: serves pages of a pool over tcp, straight from pool memory to socket.
+
+One thread accepts and reads hellos without blocking; a stranger never gets a thread, a buffer or a second message.
+Each authenticated connection has one thread. Invariant: while a thread sends pages of a transfer it is in that
+transfer's `readers`; `withdraw` takes the transfer out of the table, shuts its readers' sockets down and returns when
+there is none left. A reader leaves the set before it sends END, so a finished pull is never cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from pdserve.core.errors import ConfigError, TransferError
+from pdserve.kvtransfer import wire
+from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.sockets import Closed, recv_exactly, send_all, shut_down, tune
+from pdserve.kvtransfer.transport import SourcePageRef
+
+MAX_STRANGERS = 64
+MAX_CONNECTIONS = 256
+MAX_CONNECTIONS_PER_TOKEN = 16
+HELLO_TIMEOUT_S = 2.0
+
+
+@dataclass(eq=False)
+class _Stranger:
+    """A connection that has not said hello yet."""
+
+    sock: socket.socket
+    deadline_s: float
+    received: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(eq=False)
+class _Published:
+    """One transfer's table."""
+
+    token: bytes
+    pages: dict[int, SourcePageRef] = field(default_factory=dict)
+    readers: set[socket.socket] = field(default_factory=set)
+
+
+class TcpPageSource:
+    """Prefill's end of the tcp data plane.
+
+    Args:
+        memory: The pool to serve.
+        identity_digest: Readers must carry the same.
+        host: Address to listen on.
+        port: Port; 0 picks a free one.
+        advertise_address: host:port that readers are told; None: what is listened on.
+        send_idle_s: A reader that takes nothing for this long loses its connection, seconds.
+
+    Raises:
+        ConfigError: The port cannot be listened on.
+    """
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        identity_digest: bytes,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        advertise_address: str | None = None,
+        send_idle_s: float = 5.0,
+    ) -> None:
+        self._memory, self._digest_prefix = memory, identity_digest[: wire.DIGEST_PREFIX_BYTES]
+        self._send_idle_s = send_idle_s
+        try:
+            self._listener = socket.create_server((host, port), backlog=128)
+        except OSError as e:
+            raise ConfigError(f"--data-port {port}: cannot listen on {host}: {e.strerror}") from e
+        self._listener.setblocking(False)
+        self._address = advertise_address or f"{host}:{self._listener.getsockname()[1]}"
+        self._changed = threading.Condition()  # guards everything below
+        self._tokens: dict[bytes, set[socket.socket]] = {}
+        self._published: dict[str, _Published] = {}
+        self._leaving: dict[str, _Published] = {}
+        self._closing = False
+        self.num_refused = 0
+        self._threads: set[threading.Thread] = set()
+        self._wake, self._woken = socket.socketpair()
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._acceptor = threading.Thread(target=self._accept_loop, name="kv-accept", daemon=True)
+        self._acceptor.start()
+
+    @property
+    def address(self) -> str:
+        """See `PageSource`."""
+        return self._address
+
+    @property
+    def num_connections(self) -> int:
+        """Authenticated connections."""
+        with self._changed:
+            return sum(len(socks) for socks in self._tokens.values())
+
+    def new_reader(self) -> bytes:
+        """See `PageSource`."""
+        token = secrets.token_bytes(wire.TOKEN_BYTES)
+        with self._changed:
+            self._tokens[token] = set()
+        return token
+
+    def drop_reader(self, token: bytes) -> None:
+        """See `PageSource`."""
+        with self._changed:
+            for sock in self._tokens.pop(token, ()):
+                shut_down(sock)
+
+    def publish(self, transfer_id: str, token: bytes, pages: Sequence[SourcePageRef]) -> None:
+        """See `PageSource`."""
+        with self._changed:
+            published = self._published.setdefault(transfer_id, _Published(token))
+            published.pages.update((p.page_id, p) for p in pages)
+
+    async def withdraw(self, transfer_id: str) -> None:
+        """See `PageSource`."""
+        with self._changed:
+            published = self._published.pop(transfer_id, None)
+            if published is not None and published.readers:
+                self._leaving[transfer_id] = published
+            published = self._leaving.get(transfer_id)
+            if published is None:
+                return
+            for sock in published.readers:
+                shut_down(sock)
+        await asyncio.to_thread(self._wait_until_left, transfer_id, published)
+
+    def _wait_until_left(self, transfer_id: str, published: _Published) -> None:
+        """No deadline of its own: a shut-down socket makes its thread leave, whatever the peer does."""
+        with self._changed:
+            self._changed.wait_for(lambda: not published.readers)
+            self._leaving.pop(transfer_id, None)
+
+    def close(self) -> None:
+        """Ends all connections and threads. Idempotent."""
+        with self._changed:
+            self._closing = True
+            for token in list(self._tokens):
+                self.drop_reader(token)
+            threads = list(self._threads)
+        with contextlib.suppress(OSError):
+            self._wake.send(b"x")
+        self._acceptor.join()
+        for thread in threads:
+            thread.join()
+        for sock in (self._wake, self._woken, self._listener):
+            sock.close()
+
+    # ---- strangers ---------------------------------------------------------------------------------------------------
+
+    def _accept_loop(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._listener, selectors.EVENT_READ)
+            selector.register(self._woken, selectors.EVENT_READ)
+            while not self._closing:
+                timeout = 0.5 if self._strangers else None
+                for key, _ in selector.select(timeout):
+                    if key.fileobj is self._listener:
+                        self._accept(selector)
+                    elif key.fileobj is not self._woken:
+                        self._read_hello(selector, self._strangers[key.fileobj])  # type: ignore[index]
+                now = time.monotonic()
+                for stranger in [s for s in self._strangers.values() if s.deadline_s <= now]:
+                    self._refuse(selector, stranger)
+            for stranger in list(self._strangers.values()):
+                self._refuse(selector, stranger)
+
+    def _accept(self, selector: selectors.BaseSelector) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:  # the peer left before we looked, or descriptors are short: the next one may do better
+            return
+        sock.setblocking(False)
+        if len(self._strangers) >= MAX_STRANGERS:
+            self._refuse(selector, next(iter(self._strangers.values())))
+        self._strangers[sock] = _Stranger(sock, time.monotonic() + HELLO_TIMEOUT_S)
+        selector.register(sock, selectors.EVENT_READ)
+
+    def _read_hello(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
+        try:
+            part = stranger.sock.recv(wire.HEADER_BYTES - len(stranger.received))
+        except BlockingIOError:
+            return
+        except OSError:
+            part = b""
+        stranger.received += part
+        if part and len(stranger.received) < wire.HEADER_BYTES:
+            return
+        try:
+            hello = wire.decode_header(stranger.received)
+        except TransferError:
+            hello = None
+        if not isinstance(hello, wire.HelloFrame) or not self._admit(stranger.sock, hello):
+            self._refuse(selector, stranger)
+            return
+        selector.unregister(stranger.sock)
+        del self._strangers[stranger.sock]
+
+    def _refuse(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
+        self.num_refused += 1
+        selector.unregister(stranger.sock)
+        del self._strangers[stranger.sock]
+        stranger.sock.close()
+
+    def _admit(self, sock: socket.socket, hello: wire.HelloFrame) -> bool:
+        """Gives a connection with a valid token its thread."""
+        with self._changed:
+            token = next((t for t in self._tokens if hmac.compare_digest(t, hello.token)), None)
+            if token is None or hello.digest_prefix != self._digest_prefix or self._closing:
+                return False
+            if len(self._tokens[token]) >= MAX_CONNECTIONS_PER_TOKEN or len(self._threads) >= MAX_CONNECTIONS:
+                return False
+            tune(sock)
+            sock.settimeout(self._send_idle_s)
+            self._tokens[token].add(sock)
+            thread = threading.Thread(target=self._serve, args=(sock, token), name="kv-serve", daemon=True)
+            self._threads.add(thread)
+            thread.start()
+            return True
+
+    # ---- readers -----------------------------------------------------------------------------------------------------
+
+    def _serve(self, sock: socket.socket, token: bytes) -> None:
+        header = bytearray(wire.HEADER_BYTES)
+        try:
+            while True:
+                sock.settimeout(None)  # an idle connection waits for the next ask; `drop_reader` ends it
+                recv_exactly(sock, memoryview(header))
+                sock.settimeout(self._send_idle_s)
+                get = wire.decode_header(header)
+                if not isinstance(get, wire.GetHeader):
+                    return
+                body = bytearray(get.body_bytes)
+                recv_exactly(sock, memoryview(body))
+                self._answer(sock, token, *wire.decode_get_body(get, body))
+        except (OSError, Closed, TransferError):
+            return  # the peer left, stalled, was dropped or does not speak the protocol: it sees the connection end
+        finally:
+            with self._changed:
+                self._tokens.get(token, set()).discard(sock)
+                self._threads.discard(threading.current_thread())
+                sock.close()
+
+    def _answer(self, sock: socket.socket, token: bytes, transfer_id: str, asks: list[tuple[int, int]]) -> None:
+        with self._changed:
+            published = self._published.get(transfer_id)
+            pages = _lookup(published, token, asks)
+            if published is not None and pages is not None:
+                published.readers.add(sock)
+        if published is None or pages is None:
+            text = "transfer unknown or ended" if published is None else "page not published in this generation"
+            send_all(sock, [wire.encode_err(wire.ErrCode.ERR_STALE, text)])
+            return
+        try:
+            for page in pages:
+                header = wire.PageHeader(page.page_id, page.generation, page.checksum, self._memory.page_bytes)
+                send_all(sock, [wire.encode_page(header), self._memory.page(page.page_id)])
+        finally:
+            with self._changed:
+                published.readers.discard(sock)
+                self._changed.notify_all()
+        send_all(sock, [wire.encode_end(len(pages))])
+
+
+def _lookup(published: _Published | None, token: bytes, asks: list[tuple[int, int]]) -> list[SourcePageRef] | None:
+    """All asked pages, or None when one of them may not be read."""
+    if published is None or published.token != token:
+        return None
+    pages = []
+    for page_id, generation in asks:
+        page = published.pages.get(page_id)
+        if page is None or page.generation != generation:
+            return None
+        pages.append(page)
+    return pages
