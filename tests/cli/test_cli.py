@@ -1,0 +1,147 @@
+"""The command line as a newcomer meets it: help, refusals, exit codes, and what it loads."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from typing import Any
+
+import grpc
+import pytest
+
+from pdserve.cli import __main__ as cli
+from pdserve.cli import status
+from pdserve.core.errors import ConfigError, EngineError
+from tests.client.scripted import hello, refuse, serving, silent
+
+NOBODY = "127.0.0.1:1"
+
+
+def test_help_names_every_command_and_a_first_one_to_try(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(f"\n  {name} " in text for name in cli.COMMANDS) and "First command to try:\n  pdserve up" in text
+    assert cli.main([]) == 2
+
+
+@pytest.mark.parametrize("words", [["generate"], ["status"], ["bench"], ["bench", "serve"]])
+def test_each_command_explains_itself(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        assert cli.main([*words, "--help"]) == 0
+    except SystemExit as e:  # argparse leaves that way
+        assert e.code == 0
+    assert "usage: pdserve " + " ".join(words) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generat"], "did you mean 'generate'"),
+        (["xyz"], "unknown command 'xyz'"),
+        (["bench", "serv"], "did you mean 'serve'"),
+        (["generate", "Hi", "--max-token", "3"], "did you mean --max-tokens"),
+        (["generate", "Hi", "--max-tokens", "x"], "invalid int value"),
+        (["generate", "Hi", "--router", "nowhere"], "not host:port"),
+        (["status", "--nonsense"], "Try 'pdserve status --help'"),
+    ],
+)
+def test_a_wrong_command_line_is_2_and_says_what_to_do(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code: Any = cli.main(words)
+    except SystemExit as e:
+        code = e.code
+    assert code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        (ConfigError("--port is taken"), 2, "pdserve status: --port is taken\n"),
+        (EngineError("it broke"), 1, "error: it broke (ENGINE_FAILED)\n"),
+        (KeyboardInterrupt(), 130, ""),
+        (ModuleNotFoundError("x", name="redis.asyncio"), 2, "pip install 'pdserve[server]'"),
+    ],
+)
+def test_failures_are_one_line(
+    error: BaseException, code: int, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise error
+
+    monkeypatch.setattr(status, "main", fail)
+    assert cli.main(["status"]) == code
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == bool(said)
+
+
+def test_generate_streams_the_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(hello) as (router, address):
+        words = ["generate", "Hi", "--router", address, "--temperature", "0", "--stop", "a", "--stop", "b", "--timings"]
+        assert cli.main(words) == 0
+        [sent] = router.requests
+    out, err = capsys.readouterr()
+    assert out == "Hello\n" and "TTFT" in err and "1500.0 ms" in err and "decode" not in err
+    assert sent.text == "Hi" and sent.sampling.HasField("temperature") and list(sent.sampling.stop) == ["a", "b"]
+
+
+def test_generate_reads_stdin_and_writes_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from a pipe"))
+    with serving(hello) as (router, address):
+        assert cli.main(["generate", "--router", f"{NOBODY},{address}", "--json", "--system", "Be brief"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["text"] == "Hello" and result["finish_reason"] == "stop" and result["usage"]["completion_tokens"] == 3
+    assert [m.content for m in router.requests[-1].chat.messages] == ["Be brief", "from a pipe"]
+
+
+def test_generate_reports_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(request, context):  # type: ignore[no-untyped-def]
+        refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "'top_p' is 0; it must be in (0, 1]", "BAD_PARAMETER")
+        yield
+
+    with serving(script) as (_, address):
+        assert cli.main(["generate", "Hi", "--router", address]) == 1
+    assert capsys.readouterr().err == "error: 'top_p' is 0; it must be in (0, 1] (BAD_PARAMETER)\n"
+
+
+def test_ctrl_c_cancels_the_request_and_is_130() -> None:
+    with serving(silent) as (router, address):
+        command = [sys.executable, "-m", "pdserve.cli", "generate", "Hi", "--router", address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.read(1) == b"a"
+            process.send_signal(2)
+            assert process.wait(20) == 130
+            assert process.stderr.read() == b""
+        assert router.cancels.get(timeout=10) == router.requests[0].request_id
+
+
+def test_status(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "router_health", lambda address: "SERVING")
+    with serving(hello) as (_, address):
+        assert cli.main(["status", "--router", address]) == 0
+        table = capsys.readouterr().out
+        assert cli.main(["status", "--router", address, "--json"]) == 0
+    assert f"router {address}: SERVING" in table and "d0" in table and "model m: ready" in table
+    report = json.loads(capsys.readouterr().out)
+    assert report["ready"] is True and report["models"][0]["workers"][0]["worker_id"] == "d0"
+
+
+def test_status_of_nobody_is_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", "--router", NOBODY]) == 1
+    out = capsys.readouterr().out
+    assert "no answer (UNAVAILABLE)" in out and "UNREACHABLE" in out
+
+
+def test_help_loads_nothing_heavy() -> None:
+    code = (
+        "import sys; from pdserve.cli.__main__ import main; main(['--help']); main(['nonsense'])\n"
+        "print(*{m.split('.')[0] for m in sys.modules}, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"torch", "transformers", "redis", "grpc", "numpy", "rich"} & set(done.stderr.split())
