@@ -1,11 +1,13 @@
 """EngineCore: one engine without a thread or a clock: commands in, one step, events out. A simulator can run it.
 
-`begin_step(commands)` and `step(now)` alternate; the caller owns the gap between them and says what time it is.
+`begin_step(commands)` and `step(now)` alternate; the caller owns the gap between them and says what time it is. `step`
+is `schedule(now)` and `compute()`; who answers commands early calls them apart. A failure in either ends all sequences.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from pdserve.core.errors import EngineError
 from pdserve.engine.page_pool import PagePool
@@ -16,10 +18,12 @@ from pdserve.engine.step import (
     Activate,
     Add,
     Command,
+    EngineLoad,
     MarkReserved,
     ReleaseLease,
     Reserve,
     Runner,
+    SchedulerOutput,
     StepEvents,
 )
 
@@ -37,6 +41,7 @@ class EngineCore:
     def __init__(self, limits: SchedulerLimits, pool: PagePool, runner: Runner, order: WaitingOrder = fcfs) -> None:
         self._scheduler = Scheduler(limits, pool, order)
         self._runner = runner
+        self._output: SchedulerOutput | None = None
         self._failure: EngineError | None = None
 
     @property
@@ -45,41 +50,55 @@ class EngineCore:
         return self._failure
 
     def begin_step(self, commands: Iterable[Command]) -> None:
-        """Takes commands in, in order; their events come with the next `step`."""
+        """Takes commands in, in order; their events come with the next `schedule`."""
         for command in commands:
             self._handle(command)
 
-    def step(self, now: float) -> StepEvents:
-        """Schedules, executes and accounts for one step, if there is anything to compute.
+    def schedule(self, now: float) -> StepEvents:
+        """First half of a step: picks the work.
 
         Args:
             now: Monotonic seconds.
 
         Returns:
-            All events since the last call; `num_tokens` is 0 when nothing could be computed: then nothing will be
-            before another command or `next_wakeup`.
+            What the commands and reservations led to, known before anything is computed.
         """
-        scheduler, num_tokens = self._scheduler, 0
+        step = self._scheduler.step
         if self._failure is None:
             try:
-                if (output := scheduler.schedule(now)) is not None:
-                    scheduler.update(output, self._runner.execute(output))
-                    num_tokens = output.num_tokens
+                self._output = self._scheduler.schedule(now)
             except Exception as e:  # noqa: BLE001  whatever it is, every stream must end with a reason
-                self.die(e)
-        if self._failure is not None:
-            scheduler.fail_all("INTERNAL", "ENGINE_FAILED", self._failure.message)
-        return StepEvents(scheduler.step, scheduler.take_events(), scheduler.load(), num_tokens)
+                self._die(e)
+        return self._take_events(step, 0)
+
+    def compute(self) -> StepEvents:
+        """Second half of a step: executes the work and accounts for it.
+
+        Returns:
+            What was computed; `num_tokens` is 0 when there was nothing to compute: then there will be nothing before
+            another command or `next_wakeup`.
+        """
+        output, self._output = self._output, None
+        if output is None:
+            return self._take_events(self._scheduler.step, 0)
+        try:
+            self._scheduler.update(output, self._runner.execute(output))
+        except Exception as e:  # noqa: BLE001  whatever it is, every stream must end with a reason
+            self._die(e)
+        return self._take_events(output.step, output.num_tokens)
+
+    def step(self, now: float) -> StepEvents:
+        """Both halves of a step, with all their events in order."""
+        early, late = self.schedule(now), self.compute()
+        return replace(late, events=early.events + late.events)
 
     def next_wakeup(self) -> float | None:
         """When to call `step` although no command came; monotonic seconds, or None."""
         return self._scheduler.next_expiry()
 
-    def die(self, cause: Exception) -> None:
-        """Marks the engine dead; the next `step` fails every sequence."""
-        error = EngineError(f"the engine failed and must be restarted: {type(cause).__name__}: {cause}")
-        error.__cause__ = cause
-        self._failure = self._failure or error
+    def load(self) -> EngineLoad:
+        """Load now."""
+        return self._scheduler.load()
 
     def check(self) -> None:
         """Proves that no page is lost or shared by mistake."""
@@ -100,3 +119,13 @@ class EngineCore:
                 scheduler.abort(key)
             case ReleaseLease(key):
                 scheduler.release_lease(key)
+
+    def _die(self, cause: Exception) -> None:
+        self._output = None
+        self._failure = EngineError(f"the engine failed and must be restarted: {type(cause).__name__}: {cause}")
+        self._failure.__cause__ = cause
+
+    def _take_events(self, step: int, num_tokens: int) -> StepEvents:
+        if self._failure is not None:
+            self._scheduler.fail_all(self._failure.status, self._failure.reason, self._failure.message)
+        return StepEvents(step, self._scheduler.take_events(), self._scheduler.load(), num_tokens)
