@@ -52,18 +52,15 @@ class Background:
         assert not self._thread.is_alive(), "the stream hangs"
 
 
-def all_pages_free(deployment: Deployment, worker: str) -> bool:
-    held = deployment.metric(worker, "pdserve_kv_pages", state="held")
-    return held + deployment.metric(worker, "pdserve_kv_pages", state="filling") == 0
-
-
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_killed_worker(deployment: Deployment, victim: str) -> None:
     survivor = "decode-0" if victim == "prefill-0" else "prefill-0"
     with deployment.client() as client:
         if victim == "prefill-0":
             streams = [Background(client, [7] * 2000, 4) for _ in range(3)]
-            wait_until(lambda: deployment.metric(victim, "pdserve_num_requests_running") > 0, 20, "a prefill to run")
+            wait_until(
+                lambda: deployment.metric(victim, "pdserve_engine_sequences_running") > 0, 20, "a prefill to run"
+            )
         else:
             streams = [Background(client, [7] * 40, 2000) for _ in range(3)]
             wait_until(lambda: all(s.num_tokens > 3 for s in streams), 20, "decodes to stream")
@@ -74,7 +71,7 @@ def test_killed_worker(deployment: Deployment, victim: str) -> None:
             assert isinstance(stream.error, Unavailable), stream.error
             assert victim in stream.error.message
             assert stream.ended_s - killed_s < ERROR_WITHIN_S
-        wait_until(lambda: all_pages_free(deployment, survivor), 20, f"{survivor} to free its pages")
+        wait_until(lambda: deployment.all_pages_free(survivor), 20, f"{survivor} to free its pages")
 
         survivor_pid = deployment.children[survivor].pid
         deployment.start_worker(victim).wait_ready(60)

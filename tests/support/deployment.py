@@ -12,7 +12,6 @@ from pathlib import Path
 
 from pdserve.cli.processes import Child, service_command, stop_all
 from pdserve.client import Client
-
 from tests.support.redis_server import redis_server
 
 READY_TIMEOUT_S = 120.0
@@ -27,8 +26,9 @@ class Deployment:
         redis_url: The store.
         model: Model directory, or "fake".
         flags: Engine flags of every worker.
-        worker_flags: Flags of every worker that routers do not have.
         router_flags: Flags of the router.
+        env: Extra environment of every process.
+        common_flags: Flags of every process.
     """
 
     def __init__(
@@ -39,10 +39,11 @@ class Deployment:
         flags: Sequence[str] = (),
         router_flags: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        common_flags: Sequence[str] = (),
     ) -> None:
         self._directory = directory
         self._common = ["--redis-url", redis_url, "--metrics-port", "0", "--log-level", "debug", "--model", model]
-        self._common += ["--served-model-name", "test-model"]
+        self._common += ["--served-model-name", "test-model", *common_flags]
         self._flags = [*flags, *(["--runner", "fake"] if model == "fake" else [])]
         self._router_flags = list(router_flags)
         self._env = env or {}
@@ -88,6 +89,11 @@ class Deployment:
                 total += float(match[3])
         return total
 
+    def all_pages_free(self, worker: str) -> bool:
+        """True when the worker holds no page: all are free or cached."""
+        free = self.metric(worker, "pdserve_engine_kv_free_pages")
+        return free > 0 and free == self.metric(worker, "pdserve_engine_kv_pages")
+
     def kill(self, name: str) -> None:
         """SIGKILL, and waits for the end."""
         self.children[name].send_signal(signal.SIGKILL)
@@ -117,10 +123,11 @@ def deploy(
     flags: Sequence[str] = (),
     router_flags: Sequence[str] = (),
     env: dict[str, str] | None = None,
+    common_flags: Sequence[str] = (),
 ) -> Iterator[Deployment]:
     """Starts a deployment, yields it ready, and drains it."""
     with redis_server() as redis_url:
-        deployment = Deployment(directory, redis_url, model, flags, router_flags, env)
+        deployment = Deployment(directory, redis_url, model, flags, router_flags, env, common_flags)
         try:
             for name in workers:
                 deployment.start_worker(name)

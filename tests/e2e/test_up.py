@@ -1,0 +1,127 @@
+"""`pdserve up` as a person starts it: an answer, where its time went, endpoints; Ctrl-C leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdserve.cli.processes import service_command
+from pdserve.client import Client
+from tests.support.deployment import wait_until
+
+
+class Up:
+    """A running `pdserve up` with its output so far."""
+
+    def __init__(self, directory: Path, *flags: str) -> None:
+        argv = service_command("up", "--port", "0", "--data-dir", str(directory), *flags)
+        self.lines: list[str] = []
+        self.process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "COLUMNS": "200"},
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        self.lines.extend(self.process.stdout)
+
+    @property
+    def output(self) -> str:
+        return "".join(self.lines)
+
+    def wait_for(self, text: str) -> None:
+        wait_until(lambda: text in self.output or self.process.poll() is not None, 90, f"{text!r} in {self.output}")
+        assert text in self.output, self.output
+
+    def family(self) -> list[psutil.Process]:
+        return psutil.Process(self.process.pid).children(recursive=True)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_answers_and_drains(tmp_path: Path, number: signal.Signals) -> None:
+    up = Up(tmp_path, "--runner", "fake")
+    try:
+        up.wait_for("Ctrl-C drains")
+        for word in ("SERVING", "queue", "prefill", "transfer", "hand-off gap", "decode", "TTFT", "TPOT", "hidden"):
+            assert word in up.output, up.output
+        family = up.family()
+        assert len(family) == 4, [p.cmdline() for p in family]
+        up.process.send_signal(number)
+        assert up.process.wait(40) == 0, up.output
+        assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        up.end()
+
+
+def test_killed_launcher_leaves_nothing_behind(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--runner", "fake", "--no-sample")
+    try:
+        up.wait_for("Ctrl-C drains")
+        family = up.family()
+        up.process.kill()
+        gone, alive = psutil.wait_procs(family, timeout=40)
+        assert not alive and len(gone) == 4
+    finally:
+        up.end()
+
+
+def test_scales_and_restarts_a_dead_worker(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--runner", "fake", "--no-sample", "--prefill", "2", "--decode", "2")
+    try:
+        up.wait_for("Ctrl-C drains")
+        address = next(line.split("--router ")[1].strip() for line in up.lines if "pdserve status --router" in line)
+        with Client(address) as client:
+            before = {w.worker_id: w.incarnation for m in client.models() for w in m.workers}
+            assert len(before) == 4
+            victim = next(p for p in up.family() if "decode-1" in p.cmdline())
+            victim.kill()
+            up.wait_for("decode-1 started again")
+
+            def incarnations() -> dict[str, str]:
+                return {w.worker_id: w.incarnation for m in client.models() for w in m.workers if w.state == "ready"}
+
+            wait_until(lambda: len(incarnations()) == 4, 20, "four ready workers")
+            changed = {name for name, value in incarnations().items() if before[name] != value}
+            assert changed == {"decode-1"}
+            assert len(client.generate(prompt_token_ids=[1, 2, 3], max_tokens=5).token_ids) == 5
+    finally:
+        up.end()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--prefill", "1", "--decode", "0"], ["at least one of each"]),
+        (["--model", "/no/such/directory"], ["/no/such/directory"]),
+        (["--decodes", "2"], ["--decodes"]),
+        (["--page-size", "0"], ["--page-size", "at least 1"]),
+        (["--runner", "fake", "--redis-url", "redis://127.0.0.1:1/0"], ["127.0.0.1:1"]),
+    ],
+)
+def test_says_what_is_wrong(tmp_path: Path, flags: list[str], words: list[str]) -> None:
+    up = Up(tmp_path, *flags)
+    try:
+        assert up.process.wait(60) in (1, 2)
+        up._reader.join(5)
+        for word in words:
+            assert word in up.output, up.output
+        assert "Traceback" not in up.output
+    finally:
+        up.end()
