@@ -1,0 +1,218 @@
+"""Puts an engine together from its configuration: model or fake, layout, pages, token budget, core."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.errors import ConfigError
+from pdserve.core.hashing import identity_digest
+from pdserve.core.layout import KVLayout
+from pdserve.core.sampling import SamplingParams
+from pdserve.engine.async_engine import AsyncEngine
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.kv_cache import PoolMemory
+from pdserve.engine.page_pool import PagePool
+from pdserve.engine.profile import StepProfile, profile_steps
+from pdserve.engine.progress import Progress, SilentProgress
+from pdserve.engine.scheduler import SchedulerLimits
+from pdserve.engine.step import Runner, ScheduledSequence, SchedulerOutput
+
+MakePool = Callable[[KVLayout, int], PoolMemory]
+
+_FAKE_MAX_MODEL_LEN = 1 << 20
+_FAKE_NUM_PAGES = 4096
+_MAX_TOKEN_BUDGET = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltCore:
+    """A core and what its owner needs to know of it.
+
+    Attributes:
+        core: The engine, without a thread.
+        layout: Layout of its pages.
+        num_pages: Pages in the pool.
+        identity_digest: Must be equal on all workers that exchange pages.
+        model_name: Name that clients ask for.
+        max_model_len: Prompt and output tokens together, at most.
+        vocab_size: Token ids are below it.
+        eos_token_ids: End-of-sequence tokens.
+        model_dir: Directory of the model (tokenizer); None for the fake.
+        pool_memory: Memory of the pages.
+        token_budget: Tokens that a step may compute.
+        profile: What the token budget was chosen from; None when it was given.
+    """
+
+    core: EngineCore
+    layout: KVLayout
+    num_pages: int
+    identity_digest: bytes
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    model_dir: Path | None
+    pool_memory: PoolMemory
+    token_budget: int
+    profile: StepProfile | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltEngine:
+    """An engine in its own thread, not started; the other fields as in `BuiltCore`."""
+
+    engine: AsyncEngine
+    layout: KVLayout
+    num_pages: int
+    identity_digest: bytes
+    model_name: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    model_dir: Path | None
+    pool_memory: PoolMemory
+    token_budget: int
+    profile: StepProfile | None
+
+
+def build_engine(config: EngineConfig, make_pool: MakePool, progress: Progress | None = None) -> BuiltEngine:
+    """Builds an engine for a service. See `build_core`."""
+    built = vars(build_core(config, make_pool, progress)).copy()
+    return BuiltEngine(engine=AsyncEngine(built.pop("core"), MonotonicClock().now), **built)
+
+
+def build_core(config: EngineConfig, make_pool: MakePool, progress: Progress | None = None) -> BuiltCore:
+    """Builds an engine: loads the model, takes the memory, measures the token budget.
+
+    Args:
+        config: What the engine is told.
+        make_pool: Makes the memory of so many pages.
+        progress: Told about long steps.
+
+    Raises:
+        ConfigError: The model or the memory does not fit the configuration.
+    """
+    if config.runner == "fake":
+        return _build_fake(config, make_pool)
+    return _build_model(config, make_pool, progress or SilentProgress())
+
+
+def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
+    from pdserve.engine.fake import FAKE_EOS, FAKE_VOCAB_SIZE, FakeRunner, fake_layout
+
+    layout = fake_layout(config.page_size)
+    num_pages = config.num_pages or min(_num_pages(config, layout), _FAKE_NUM_PAGES)
+    memory = make_pool(layout, num_pages)
+    budget = config.max_num_batched_tokens or max(config.max_num_seqs, _MAX_TOKEN_BUDGET)
+    max_model_len = _max_model_len(config, layout, num_pages, _FAKE_MAX_MODEL_LEN)
+    return BuiltCore(
+        core=_core(config, FakeRunner(memory.buffer, layout), num_pages, budget, max_model_len),
+        layout=layout,
+        num_pages=num_pages,
+        identity_digest=identity_digest({"runner": "fake", "model": _model_name(config)}),
+        model_name=_model_name(config),
+        max_model_len=max_model_len,
+        vocab_size=FAKE_VOCAB_SIZE,
+        eos_token_ids=frozenset({FAKE_EOS}),
+        model_dir=None,
+        pool_memory=memory,
+        token_budget=budget,
+        profile=None,
+    )
+
+
+def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) -> BuiltCore:
+    if config.device == "cuda":
+        raise ConfigError("--device cuda is not supported yet; use --device cpu")
+    from pdserve.engine.model_store import resolve_model
+
+    model_dir = resolve_model(config.model, progress)
+
+    import torch
+
+    from pdserve.engine.loader import load_model
+    from pdserve.engine.runner import ModelRunner
+
+    torch.set_num_threads(config.threads or 1)
+    loaded = load_model(model_dir, config.dtype, progress)
+    layout = loaded.layout(config.page_size)
+    num_pages = config.num_pages or _num_pages(config, layout)
+    memory = make_pool(layout, num_pages)
+    max_model_len = _max_model_len(config, layout, num_pages, loaded.max_model_len)
+    runner = ModelRunner(loaded, layout, num_pages, memory)
+    budget, profile = config.max_num_batched_tokens, None
+    if budget is None:
+        progress.begin("measuring step times")
+        profile = _profile(config, runner, layout, num_pages, max_model_len)
+        budget = profile.token_budget
+        progress.end()
+    return BuiltCore(
+        core=_core(config, runner, num_pages, budget, max_model_len),
+        layout=layout,
+        num_pages=num_pages,
+        identity_digest=loaded.identity_digest(_model_name(config)),
+        model_name=_model_name(config),
+        max_model_len=max_model_len,
+        vocab_size=loaded.vocab_size,
+        eos_token_ids=loaded.eos_token_ids,
+        model_dir=model_dir,
+        pool_memory=memory,
+        token_budget=budget,
+        profile=profile,
+    )
+
+
+def _core(config: EngineConfig, runner: Runner, num_pages: int, budget: int, max_model_len: int) -> EngineCore:
+    limits = SchedulerLimits(
+        page_size=config.page_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=max_model_len,
+        max_unreserved_fraction=config.max_unreserved_fraction,
+    )
+    return EngineCore(limits, PagePool(num_pages), runner)
+
+
+def _model_name(config: EngineConfig) -> str:
+    return config.served_model_name or Path(config.model).name
+
+
+def _num_pages(config: EngineConfig, layout: KVLayout) -> int:
+    if (num_pages := config.kv_cache_memory_bytes // layout.page_bytes) < 1:
+        raise ConfigError(
+            f"--kv-cache-memory-bytes is {config.kv_cache_memory_bytes}; one page of this model takes "
+            f"{layout.page_bytes} bytes"
+        )
+    return num_pages
+
+
+def _max_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, of_model: int | None) -> int:
+    asked, in_pool = config.max_model_len, num_pages * layout.page_size
+    if asked is not None and of_model is not None and asked > of_model:
+        raise ConfigError(f"--max-model-len is {asked}; the model knows {of_model} positions")
+    if asked is None and of_model is None:
+        raise ConfigError("the model does not say how long a sequence may be; set --max-model-len")
+    length = min(n for n in (asked, of_model, in_pool) if n is not None)
+    if length < 2:
+        raise ConfigError(f"the KV pages hold {in_pool} token; a sequence needs 2: raise --num-pages")
+    return length
+
+
+def _profile(config: EngineConfig, runner: Runner, layout: KVLayout, num_pages: int, max_model_len: int) -> StepProfile:
+    greedy = SamplingParams(temperature=0.0)
+
+    def measure(num_tokens: int) -> float:
+        # The pool is not in use yet: what this writes is never read.
+        pages = range(layout.num_pages(num_tokens))
+        seq = ScheduledSequence("profile", 0, [0] * num_tokens, pages, greedy, 0)
+        began = time.perf_counter()
+        runner.execute(SchedulerOutput(0, (seq,), num_tokens))
+        return time.perf_counter() - began
+
+    limit = min(_MAX_TOKEN_BUDGET, max_model_len, num_pages * layout.page_size)
+    return profile_steps(measure, config.step_target_ms / 1000, config.max_num_seqs, limit)

@@ -1,0 +1,295 @@
+"""LLM: the engine inside the caller's process, without network or threads.
+
+    llm = LLM(model="SmolLM2-135M-Instruct")
+    print(llm.generate(["Hello"], SamplingParams(max_tokens=16))[0].text)
+
+The caller's thread computes the steps: `generate` until all its prompts are done, `stream` until its next news.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import cast
+
+from pdserve.core.errors import CapacityError, ConfigError, EngineError, PdserveError, RequestError
+from pdserve.core.request import FinishReason, PositionLogprobs, Request
+from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams
+from pdserve.core.text_stream import TextStream
+from pdserve.core.tokenizer import ChatMessages, Tokenizer
+from pdserve.engine.build import build_core
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache import PlainPool
+from pdserve.engine.progress import Progress
+from pdserve.engine.step import Abort, Add, Command, SequenceFailed, TokensSampled
+
+Prompt = str | Sequence[int] | ChatMessages
+"""Text, token ids, or chat messages with "role" and "content"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one request.
+
+    Attributes:
+        prompt_tokens: Of the prompt.
+        completion_tokens: Of the output.
+        cached_tokens: Of the prompt, had by prefix reuse.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputDelta:
+    """New output of one request.
+
+    Attributes:
+        index: Output index of the first of `token_ids`.
+        token_ids: New tokens.
+        text: Text that became certain; may be empty.
+        logprobs: One per token, or empty when not asked for.
+        finish_reason: Set in the last delta.
+    """
+
+    index: int
+    token_ids: tuple[int, ...]
+    text: str
+    logprobs: tuple[PositionLogprobs, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """All output of one request.
+
+    Attributes:
+        prompt_token_ids: What the prompt became.
+        text: The text, without stop strings and special tokens unless asked for.
+        token_ids: The tokens, with the one that ended the stream.
+        finish_reason: Why it ended.
+        logprobs: One per token, or empty when not asked for.
+        usage: Token counts.
+    """
+
+    prompt_token_ids: tuple[int, ...]
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    logprobs: tuple[PositionLogprobs, ...]
+    usage: Usage
+
+
+class LLM:
+    """A model and its engine.
+
+    Not for several threads at once. Several streams may be read in turns: they run in one batch.
+
+    Args:
+        model: A local directory, a hub id, or the built-in SmolLM2-135M-Instruct.
+        progress: Told about long steps of the start.
+        **options: Other fields of `EngineConfig`.
+
+    Raises:
+        ConfigError: An option or the model is wrong.
+    """
+
+    def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: object) -> None:
+        if model is not None:
+            options["model"] = str(model)
+        try:
+            config = EngineConfig(**options)  # type: ignore[arg-type]
+        except TypeError as e:
+            raise ConfigError(f"LLM: {e}; the options are the fields of EngineConfig") from e
+        self._built = build_core(config, PlainPool, progress)
+        directory = self._built.model_dir
+        self.tokenizer = Tokenizer.from_dir(directory) if directory else Tokenizer.fake(self._built.vocab_size)
+        self._commands: list[Command] = []
+        self._open: dict[str, _Output] = {}
+        self._num_requests = 0
+
+    @property
+    def max_model_len(self) -> int:
+        """Prompt and output tokens together, at most."""
+        return self._built.max_model_len
+
+    def generate(
+        self,
+        prompts: str | Sequence[Prompt],
+        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Computes all prompts in one batch.
+
+        Args:
+            prompts: The prompts; one string is one prompt.
+            sampling: For all, or one per prompt; default: `SamplingParams()`.
+
+        Returns:
+            One completion per prompt, in order.
+
+        Raises:
+            RequestError: A prompt or parameter is wrong; nothing was computed.
+            EngineError: The engine failed.
+        """
+        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
+        each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
+        if len(each) != len(prompts):
+            raise RequestError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one each, or one")
+        requests = [self._request(p, s) for p, s in zip(prompts, each, strict=True)]
+        outputs = [self._submit(r) for r in requests]
+        try:
+            while any(o.finish_reason is None and o.error is None for o in outputs):
+                self._step()
+        finally:
+            for output in outputs:
+                self._close(output)
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return [o.completion() for o in outputs]
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[OutputDelta]:
+        """Computes one prompt and gives its output as it comes. Leaving the loop early cancels the rest.
+
+        Raises:
+            RequestError: The prompt or a parameter is wrong; raised at once, not at the first item.
+        """
+        return self._stream(self._submit(self._request(prompt, sampling or SamplingParams())))
+
+    def _stream(self, output: _Output) -> Iterator[OutputDelta]:
+        try:
+            while True:
+                while not output.news and output.error is None:
+                    self._step()
+                if output.error is not None:
+                    raise output.error
+                delta = output.take()
+                yield delta
+                if delta.finish_reason is not None:
+                    return
+        finally:
+            self._close(output)
+
+    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+        tokens = self._encode(prompt)
+        if not tokens:
+            raise RequestError("the prompt is empty; give at least one token", reason="EMPTY_PROMPT")
+        if not all(0 <= t < self._built.vocab_size for t in tokens):
+            raise RequestError(f"token ids must be in [0, {self._built.vocab_size})", reason="BAD_TOKEN_ID")
+        room = self.max_model_len - len(tokens)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(tokens)} tokens; the model takes {self.max_model_len} with the output",
+                reason="PROMPT_TOO_LONG",
+            )
+        seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
+        max_tokens = min(DEFAULT_MAX_TOKENS, room) if sampling.max_tokens is None else sampling.max_tokens
+        self._num_requests += 1
+        return Request(
+            key=str(self._num_requests),
+            prompt_token_ids=tuple(tokens),
+            sampling=replace(sampling, seed=seed, max_tokens=max_tokens),
+            eos_token_ids=self._built.eos_token_ids,
+            arrival_s=time.monotonic(),
+        )
+
+    def _encode(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt)
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.tokenizer.encode_chat(cast(ChatMessages, prompt))
+        return cast(Sequence[int], prompt)
+
+    def _submit(self, request: Request) -> _Output:
+        output = _Output(request, TextStream(self.tokenizer, request.sampling))
+        self._open[request.key] = output
+        self._commands.append(Add(request))
+        return output
+
+    def _close(self, output: _Output) -> None:
+        if self._open.pop(output.request.key, None) is not None:
+            self._commands.append(Abort(output.request.key))
+
+    def _step(self) -> None:
+        commands, self._commands = self._commands, []
+        core = self._built.core
+        core.begin_step(commands)
+        for event in core.step(time.monotonic()).events:
+            if isinstance(event, TokensSampled) and (output := self._open.get(event.key)) is not None:
+                if output.push(event):
+                    self._close(output)
+                elif event.finish_reason is not None:
+                    del self._open[event.key]
+            elif isinstance(event, SequenceFailed) and (output := self._open.pop(event.key, None)) is not None:
+                output.error = _error(event)
+
+
+def _error(event: SequenceFailed) -> PdserveError:
+    kinds = {"INVALID_ARGUMENT": RequestError, "RESOURCE_EXHAUSTED": CapacityError}
+    return kinds.get(event.status, EngineError)(event.message, reason=event.reason, status=event.status)
+
+
+@dataclass(slots=True)
+class _Output:
+    """One request's output so far; `news` counts tokens not yet taken by a stream."""
+
+    request: Request
+    text_stream: TextStream
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    text: str = ""
+    num_cached: int = 0
+    finish_reason: FinishReason | None = None
+    error: PdserveError | None = None
+    taken_tokens: int = 0
+    taken_chars: int = 0
+
+    @property
+    def news(self) -> bool:
+        return len(self.token_ids) > self.taken_tokens or self.finish_reason is not None
+
+    def push(self, event: TokensSampled) -> bool:
+        """Takes new tokens; True when a stop string ended the output, which the engine does not know."""
+        delta = self.text_stream.push(event.token_ids)
+        self.token_ids.extend(event.token_ids[: delta.num_tokens])
+        self.logprobs.extend(event.logprobs[: delta.num_tokens])
+        self.text += delta.text
+        self.num_cached = max(self.num_cached, event.num_cached_tokens)
+        stopped = delta.stop_reason is not None
+        if event.finish_reason is not None and not stopped:
+            last = self.text_stream.finish()
+            self.text += last.text
+            self.finish_reason = FinishReason.STOP if last.stop_reason is not None else event.finish_reason
+        elif stopped:
+            self.finish_reason = FinishReason.STOP
+        return stopped and event.finish_reason is None
+
+    def take(self) -> OutputDelta:
+        """What is new since the last call."""
+        index = self.taken_tokens
+        delta = OutputDelta(
+            index,
+            tuple(self.token_ids[index:]),
+            self.text[self.taken_chars :],
+            tuple(self.logprobs[index:]),
+            self.finish_reason,
+        )
+        self.taken_tokens, self.taken_chars = len(self.token_ids), len(self.text)
+        return delta
+
+    def completion(self) -> Completion:
+        """All of it; the request has ended."""
+        assert self.finish_reason is not None
+        return Completion(
+            self.request.prompt_token_ids,
+            self.text,
+            tuple(self.token_ids),
+            self.finish_reason,
+            tuple(self.logprobs),
+            Usage(len(self.request.prompt_token_ids), len(self.token_ids), self.num_cached),
+        )

@@ -1,0 +1,57 @@
+"""ModelRunner: computes the steps of a loaded model over pool memory.
+
+Threads are torch's, set once per process by `engine.build`. With more than one, start the process with
+`OMP_WAIT_POLICY=PASSIVE` and `GOMP_SPINCOUNT=0`: idle OpenMP threads that spin starve neighbours on shared cores.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pdserve.core.errors import EngineError
+from pdserve.core.layout import KVLayout
+from pdserve.engine.attention import PagedContext
+from pdserve.engine.forward_batch import build_batch
+from pdserve.engine.kv_cache import PoolMemory, layer_views
+from pdserve.engine.loader import LoadedModel
+from pdserve.engine.sampler import sample
+from pdserve.engine.step import RunnerOutput, SchedulerOutput
+from pdserve.kernels.dispatch import kernels_for
+
+
+class ModelRunner:
+    """Implements `engine.step.Runner` with one forward pass `[1, num_tokens]` per step.
+
+    Args:
+        loaded: The model.
+        layout: Layout of the pages.
+        num_pages: Pages in `memory`.
+        memory: Pool memory; written in place.
+    """
+
+    def __init__(self, loaded: LoadedModel, layout: KVLayout, num_pages: int, memory: PoolMemory) -> None:
+        self._model = loaded.model
+        self._page_size = layout.page_size
+        self._pages = layer_views(layout, num_pages, memory.buffer)
+        self._kernels = kernels_for(self._model.device)
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """See `engine.step.Runner`."""
+        batch = build_batch(output, self._page_size)
+        context = PagedContext(batch, self._pages, self._kernels)
+        sampling = [(s.sampling, s.output_index) for s in output.sequences if s.sampling is not None]
+        try:
+            with torch.inference_mode():
+                # Without a row to sample the head still runs on one: not every model accepts an empty selection.
+                rows = batch.sampled_rows if sampling else torch.zeros(1, dtype=torch.int64)
+                logits = self._model(
+                    input_ids=batch.token_ids[None],
+                    position_ids=batch.positions[None],
+                    use_cache=False,
+                    logits_to_keep=rows,
+                    pdserve=context,
+                ).logits[0, : len(sampling)]
+                tokens = iter(sample(logits, [p for p, _ in sampling], [i for _, i in sampling]))
+        except RuntimeError as e:  # torch's only error type: shapes, memory
+            raise EngineError(f"the model failed in step {output.step}: {e}") from e
+        return RunnerOutput(tuple(None if s.sampling is None else next(tokens) for s in output.sequences))
