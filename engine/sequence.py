@@ -24,8 +24,10 @@ class SequenceState(StrEnum):
 
 
 TRANSITIONS: Mapping[SequenceState, frozenset[SequenceState]] = {
-    # an activated reservation waits with its pages; they may be taken back while it waits
-    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.FINISHED}),
+    # an activated reservation is WAITING with its pages; they may be taken back while it waits
+    SequenceState.WAITING: frozenset(
+        {SequenceState.WAITING_KV, SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.FINISHED}
+    ),
     SequenceState.WAITING_KV: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.RUNNING: frozenset({SequenceState.HANDOFF, SequenceState.PREEMPTED, SequenceState.FINISHED}),
     # only while no destination has reserved, so that no reader can exist

@@ -1,0 +1,65 @@
+"""The fake's point: whatever is wrong with a page becomes a wrong token."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.engine.fake import FAKE_EOS, FAKE_VOCAB_SIZE, expected_tokens
+from pdserve.engine.step import Add, PageRef, TokensSampled
+from tests.engine.engines import Engine, Streams, request
+
+
+@pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 40])
+@pytest.mark.parametrize("budget", [4, 7, 64])
+def test_chunks_do_not_change_the_tokens(num_prompt: int, budget: int) -> None:
+    engine = Engine(32, max_num_batched_tokens=budget)
+    r = request("a", range(num_prompt), max_tokens=9)
+    Streams(engine.run(Add(r))).check([r])
+
+
+def test_tokens_depend_on_every_token_and_its_place() -> None:
+    base = expected_tokens([1, 2, 3, 4, 5], 6)
+    assert base != expected_tokens([9, 2, 3, 4, 5], 6)
+    assert base != expected_tokens([2, 1, 3, 4, 5], 6)
+    assert expected_tokens([1, 2, 3, 4, 5, *base[:2]], 4) == base[2:]
+    assert all(0 <= t < FAKE_VOCAB_SIZE and t != FAKE_EOS for t in base)
+
+
+@pytest.mark.parametrize("fault", ["flip", "foreign", "swap"])
+def test_a_wrong_page_is_a_wrong_token(fault: str) -> None:
+    engine = Engine(32)
+    r, other = request("a", range(8), 12), request("b", range(50, 58), 12)
+    streams = Streams(engine.step(Add(r), Add(other)).events)
+    pages = [bytearray(engine.page(p)) for p in range(4)]  # two pages of a, two of b
+    if fault == "flip":
+        engine.page(0)[5] ^= 1
+    elif fault == "foreign":
+        engine.page(1)[:] = pages[3]
+    else:
+        engine.page(0)[:], engine.page(1)[:] = pages[1], pages[0]
+    streams.read(engine.run())
+    streams.check([other])
+    with pytest.raises(AssertionError, match="wrong tokens"):
+        streams.check([r])
+
+
+def test_eos_can_be_asked_for() -> None:
+    engine = Engine(64, eos_period=4)
+    requests = [request(f"r{i}", [i], max_tokens=20) for i in range(8)]
+    streams = Streams(engine.run(*map(Add, requests)))
+    streams.check(requests, eos_period=4)
+    assert FAKE_EOS in [tokens[-1] for tokens in streams.tokens.values()]
+
+
+def test_logprobs_come_when_asked_for() -> None:
+    events = Engine(8).run(Add(request("a", [1], 2, logprobs=1)), Add(request("b", [1], 2)))
+    sampled = [e for e in events if isinstance(e, TokensSampled)]
+    assert all(len(e.logprobs) == (e.key == "a") for e in sampled)
+    assert all(e.logprobs[0].chosen.token_id == e.token_ids[0] for e in sampled if e.logprobs)
+
+
+def test_a_stale_reference_is_noticed() -> None:
+    source, sink = Engine(4), Engine(4)
+    source.run(Add(request("a", range(4), 2)))
+    with pytest.raises(AssertionError, match="stale"):
+        sink.pull(source, [PageRef(0, 0)], [PageRef(0, 0)])
