@@ -107,7 +107,7 @@ async def _abort_unknown(context: grpc.aio.ServicerContext[Any, Any], method: st
 # ---- the interceptor -----------------------------------------------------------------------------------------------
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
+class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
     """Turns every exception of a handler into a typed status, and refuses calls while `is_open()` is False."""
 
     def __init__(self, is_open: Callable[[], bool]) -> None:
@@ -123,10 +123,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor[Any, Any]):
         if not self._is_open() and not method.startswith(_ALWAYS_OPEN):
             return grpc.unary_unary_rpc_method_handler(_refuse_loading)
         handler: Any = await continuation(handler_call_details)
-        return cast(grpc.RpcMethodHandler[Any, Any], _wrap_handler(handler, method))
+        return _wrap_handler(handler, method)  # type: ignore[no-any-return]
 
 
-def _wrap_handler(handler: Any, method: str) -> object:
+def _wrap_handler(handler: Any, method: str) -> Any:
     if handler is None:
         return None  # gRPC answers UNIMPLEMENTED
     for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
@@ -206,10 +206,24 @@ def _server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
+class Servicers:
+    """What `add_XServicer_to_server` needs of a server; unlike gRPC's own it takes servicers after the start too."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: Sequence[grpc.GenericRpcHandler[Any, Any]]) -> None:
+        """See `grpc.aio.Server`."""
+        self._server.add_generic_rpc_handlers(handlers)
+
+    def add_registered_method_handlers(self, service_name: str, method_handlers: object) -> None:
+        """Nothing: a shortcut of gRPC's look-up, which works before the start only."""
+
+
 class GrpcServer:
     """A grpc.aio server: `bind`, `start`, `open`, `set_serving`, `stop`.
 
-    Servicers may be added to `.server` at any time before `open`, also after `start`.
+    Servicers may be added to `.server` (by the generated functions) at any time before `open`, also after `start`.
 
     Args:
         service_names: Full names of the services, for reflection and as the names of readiness.
@@ -219,13 +233,14 @@ class GrpcServer:
     def __init__(self, service_names: Sequence[str], *, max_message_bytes: int) -> None:
         self._is_open = False
         self._service_names = tuple(service_names)
-        self.server = grpc.aio.server(
+        self._server = grpc.aio.server(
             interceptors=[ErrorInterceptor(lambda: self._is_open)], options=_server_options(max_message_bytes)
         )
+        self.server = Servicers(self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.server)
+        reflection.enable_server_reflection(names, self._server)
 
     def bind(self, host: str, port: int) -> int:
         """Binds the port; call once, before `start`.
@@ -242,7 +257,7 @@ class GrpcServer:
         """
         check_port_free(host, port)  # gRPC itself would log to stderr and raise RuntimeError
         try:
-            return self.server.add_insecure_port(format_address(host, port))
+            return self._server.add_insecure_port(format_address(host, port))
         except RuntimeError as e:
             raise ConfigError(f"cannot listen on {host}:{port}: {e}", reason="PORT_IN_USE") from e
 
@@ -250,7 +265,7 @@ class GrpcServer:
         """Begins to answer health; liveness is SERVING, readiness NOT_SERVING."""
         for name in self._service_names:
             await self.set_serving(name, False)
-        await self.server.start()
+        await self._server.start()
 
     def open(self) -> None:
         """Lets calls through."""
@@ -268,4 +283,4 @@ class GrpcServer:
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, gives running ones `grace_s` seconds, then cancels them."""
-        await self.server.stop(grace_s)
+        await self._server.stop(grace_s)

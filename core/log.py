@@ -12,7 +12,7 @@ _NOISY = ("opentelemetry", "grpc", "redis", "asyncio")
 
 
 class _OneLine(logging.Formatter):
-    converter = staticmethod(time.gmtime)  # type: ignore[assignment]  # the stub says method
+    converter = staticmethod(time.gmtime)
     default_msec_format = "%s.%03dZ"
 
     def __init__(self) -> None:

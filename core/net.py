@@ -37,3 +37,8 @@ def check_port_free(host: str, port: int, flag: str = "--port") -> None:
             message = f"port {port} is in use; choose another with {flag} (0 picks a free one)"
             raise ConfigError(message, reason="PORT_IN_USE") from e
         raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror}; see --host and {flag}") from e
+
+
+def advertised_address(host: str, port: int) -> str:
+    """What others reach a listener at, as far as it can be guessed: the host name when it listens on all interfaces."""
+    return format_address(socket.gethostname() if host in ("0.0.0.0", "::", "") else host, port)
