@@ -32,6 +32,7 @@ from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 PROTOCOL_VERSION = 1
 MAX_TRANSFER_ID_BYTES = 128
 MAX_OUTBOX = 4096
+MAX_REMEMBERED = 4096
 OUTCOMES = {
     pb.TRANSFER_OUTCOME_COMPLETE: TransferState.COMPLETE,
     pb.TRANSFER_OUTCOME_ABORTED: TransferState.ABORTED,
@@ -133,6 +134,7 @@ class TransferServer(rpc.KvTransferServicer):
         self._lease_s, self._integrity, self._heartbeat_s = lease_s, integrity, heartbeat_s
         self._max_pending_opens, self._pending_open_s = max_pending_opens, pending_open_s
         self._entries: dict[str, _Entry] = {}
+        self._ended: OrderedDict[str, str] = OrderedDict()  # the last ones, so that a late open is told why
         self._streams: set[_Stream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._hashers = ThreadPoolExecutor(1, thread_name_prefix="kv-hash")
@@ -320,7 +322,7 @@ class TransferServer(rpc.KvTransferServicer):
                 return  # end of stream
             match message.WhichOneof("message"):
                 case "open":
-                    self._on_open(stream, message.open)
+                    await self._on_open(stream, message.open)
                 case "renew":
                     self.renew(t for t in message.renew.transfer_ids if t in stream.open)
                 case "close":
@@ -328,17 +330,19 @@ class TransferServer(rpc.KvTransferServicer):
                 case _:
                     self.num_late += 1
 
-    def _on_open(self, stream: _Stream, message: pb.OpenTransfer) -> None:
-        transfer_id = message.transfer_id
-        if (entry := self._entries.get(transfer_id)) is not None:
-            if entry.stream is None:
-                self._open(transfer_id, stream, message.num_cached_pages)
-            else:
-                self._say_unknown(stream, transfer_id)
-        elif len(stream.pending) < self._max_pending_opens and 0 < len(transfer_id) <= MAX_TRANSFER_ID_BYTES:
-            stream.pending.setdefault(transfer_id, (message.num_cached_pages, self._clock.now() + self._pending_open_s))
-        else:
-            self._say_unknown(stream, transfer_id)
+    async def _on_open(self, stream: _Stream, message: pb.OpenTransfer) -> None:
+        transfer_id, entry = message.transfer_id, self._entries.get(message.transfer_id)
+        if entry is not None and entry.stream is None:
+            self._open(transfer_id, stream, message.num_cached_pages)
+            return
+        reason = self._ended.get(transfer_id, "UNKNOWN_TRANSFER")
+        fits = 0 < len(transfer_id) <= MAX_TRANSFER_ID_BYTES and len(stream.pending) < self._max_pending_opens
+        if entry is None and transfer_id not in self._ended and fits:
+            deadline_s = self._clock.now() + self._pending_open_s
+            stream.pending.setdefault(transfer_id, (message.num_cached_pages, deadline_s))
+            return
+        self.num_late += 1
+        await stream.outbox.put(_closed(transfer_id, reason))  # a flood waits here for its own answers to be read
 
     def _open(self, transfer_id: str, stream: _Stream, num_cached_pages: int) -> None:
         self._entries[transfer_id].stream = stream
@@ -352,11 +356,6 @@ class TransferServer(rpc.KvTransferServicer):
             return
         state = OUTCOMES.get(message.outcome, TransferState.FAILED)
         self._feed(message.transfer_id, handoff.Ended(state, message.reason or state.upper(), by_peer=True))
-
-    def _say_unknown(self, stream: _Stream, transfer_id: str) -> None:
-        self.num_late += 1
-        closed = pb.TransferClosed(transfer_id=transfer_id[:MAX_TRANSFER_ID_BYTES], reason="UNKNOWN_TRANSFER")
-        stream.send(pb.ControlResponse(closed=closed))
 
     def _lose(self, stream: _Stream) -> None:
         """The stream died: its readers and all its transfers end."""
@@ -395,12 +394,14 @@ class TransferServer(rpc.KvTransferServicer):
                 entry.stream.send(pb.ControlResponse(manifest=_manifest(transfer_id, action.manifest)))
             case handoff.SendClosed():
                 assert entry.stream is not None
-                closed = pb.TransferClosed(transfer_id=transfer_id, reason=action.reason)
-                entry.stream.send(pb.ControlResponse(closed=closed))
+                entry.stream.send(_closed(transfer_id, action.reason))
             case handoff.Withdraw():
                 self._spawn(self._withdraw(transfer_id))
             case handoff.ReportEnded():
                 del self._entries[transfer_id]
+                self._ended[transfer_id] = action.reason
+                if len(self._ended) > MAX_REMEMBERED:
+                    self._ended.popitem(last=False)
                 if entry.stream is not None:
                     entry.stream.open.discard(transfer_id)
                 self._listener.on_ended(transfer_id, action.state, action.reason)
@@ -453,7 +454,12 @@ class TransferServer(rpc.KvTransferServicer):
         for stream in self._streams:
             while stream.pending and next(iter(stream.pending.values()))[1] <= now:
                 transfer_id, _ = stream.pending.popitem(last=False)
-                self._say_unknown(stream, transfer_id)
+                stream.send(_closed(transfer_id, "UNKNOWN_TRANSFER"))
+                self.num_late += 1
+
+
+def _closed(transfer_id: str, reason: str) -> pb.ControlResponse:
+    return pb.ControlResponse(closed=pb.TransferClosed(transfer_id=transfer_id, reason=reason))
 
 
 def _manifest(transfer_id: str, facts: handoff.ManifestFacts) -> pb.Manifest:

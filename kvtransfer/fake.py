@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import xxhash
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
@@ -14,7 +15,7 @@ from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 
 @dataclass(frozen=True, slots=True)
 class PageFate:
-    """What happens to one page on its way: seconds it takes, and whether it is lost or arrives with a byte flipped."""
+    """What happens to one page: seconds it takes (inf stalls), and whether it is lost or has a byte flipped."""
 
     delay_s: float = 0.0
     lost: bool = False
@@ -27,24 +28,20 @@ class FakePageSource:
     def __init__(self, memory: PageMemory, address: str = "fake:1") -> None:
         self.memory, self.address, self._next_token = memory, address, 0
         self.tokens: set[bytes] = set()
-        self.published: dict[str, tuple[bytes, set[SourcePageRef]]] = {}
+        self.published: dict[str, dict[bytes, set[SourcePageRef]]] = {}
 
     def new_reader(self) -> bytes:
-        """See `PageSource`."""
         self._next_token += 1
         self.tokens.add(token := self._next_token.to_bytes(16, "little"))
         return token
 
     def drop_reader(self, token: bytes) -> None:
-        """See `PageSource`."""
         self.tokens.discard(token)
 
     def publish(self, transfer_id: str, token: bytes, pages: Sequence[SourcePageRef]) -> None:
-        """See `PageSource`."""
-        self.published.setdefault(transfer_id, (token, set()))[1].update(pages)
+        self.published.setdefault(transfer_id, {}).setdefault(token, set()).update(pages)
 
-    async def withdraw(self, transfer_id: str) -> None:
-        """See `PageSource`. A page is copied in one go, so that no read is ever in flight here."""
+    async def withdraw(self, transfer_id: str) -> None:  # a page is copied in one go: no read is ever in flight here
         self.published.pop(transfer_id, None)
 
 
@@ -52,15 +49,10 @@ class FakePageSink:
     """`PageSink`; `fate(transfer_id, page)` scripts each page."""
 
     capabilities = Capabilities(quiescent_cancel=True, zero_copy=True, device_memory=False)
+    fate: Callable[[str, SourcePageRef], PageFate] = staticmethod(lambda *_: PageFate())
 
-    def __init__(
-        self,
-        memory: PageMemory,
-        sources: Sequence[FakePageSource],
-        clock: Clock,
-        fate: Callable[[str, SourcePageRef], PageFate] = lambda transfer_id, page: PageFate(),
-    ) -> None:
-        self._memory, self._sources, self._clock, self.fate = memory, {s.address: s for s in sources}, clock, fate
+    def __init__(self, memory: PageMemory, sources: Sequence[FakePageSource], clock: Clock) -> None:
+        self._memory, self._sources, self._clock = memory, {s.address: s for s in sources}, clock
 
     async def pull(
         self,
@@ -70,21 +62,20 @@ class FakePageSink:
         sources: Sequence[SourcePageRef],
         destinations: Sequence[int],
     ) -> int:
-        """See `PageSink`."""
         source = self._sources[address]
         for page, destination in zip(sources, destinations, strict=True):
             fate = self.fate(transfer_id, page)
             await self._clock.sleep(fate.delay_s)
             if fate.lost:
                 raise TransferError("scripted loss", reason="PULL_IDLE")
-            owner, pages = source.published.get(transfer_id, (b"", set()))
-            if token not in source.tokens or owner != token or page not in pages:
+            if token not in source.tokens or page not in source.published.get(transfer_id, {}).get(token, ()):
                 raise TransferError("transfer unknown, ended or page stale", reason="ERR_STALE")
-            self._memory.page(destination)[:] = source.memory.page(page.page_id)
-            if fate.corrupt:
+            target = self._memory.page(destination)
+            target[:] = source.memory.page(page.page_id)
+            target[0] ^= fate.corrupt
+            if page.checksum and xxhash.xxh3_64_intdigest(target) != page.checksum:
                 raise TransferError(f"page {page.page_id} arrived corrupt", reason="CORRUPT_PAGE")
         return len(sources) * self._memory.page_bytes
 
     async def close(self) -> None:
-        """See `PageSink`."""
-        await asyncio.sleep(0)
+        return None

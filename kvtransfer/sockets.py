@@ -9,7 +9,7 @@ from collections.abc import Sequence
 SOCKET_BUFFER_BYTES = 4 << 20
 
 
-class Closed(Exception):  # noqa: N818 (an end, not an error)
+class Closed(Exception):
     """The peer closed the connection."""
 
 

@@ -18,7 +18,7 @@ import xxhash
 from pdserve.core.errors import TransferError
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.pool import PageMemory
-from pdserve.kvtransfer.sockets import Closed, recv_exactly, send_all, shut_down, tune
+from pdserve.kvtransfer.sockets import Closed, send_all, shut_down, tune
 from pdserve.kvtransfer.tcp_source import TcpPageSource
 from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 

@@ -3,7 +3,7 @@
 | frame | from | header fields after the common 8 bytes | body |
 | --- | --- | --- | --- |
 | HELLO | sink | token 16s, identity digest prefix 16s | - |
-| GET | sink | number of pages u32, length of transfer id u32 | transfer id, then (page_id u32, generation u32) per page |
+| GET | sink | number of pages u32, length of transfer id u32 | transfer id, (page_id u32, generation u32) per page |
 | PAGE | source | page_id u32, generation u32, checksum u64, length u32 | the raw bytes of the page |
 | END | source | number of pages u32 | - |
 | ERR | source | code u32, text 48s (UTF-8, zero-padded) | - |

@@ -1,0 +1,295 @@
+"""Transfers end to end on loopback: order of messages, refusals, ends from either side."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import permutations
+
+import grpc.aio
+import pytest
+
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.errors import TransferError
+from pdserve.core.layout import KVLayout
+from pdserve.kvtransfer.fake import FakePageSink, FakePageSource, PageFate
+from pdserve.kvtransfer.handoff import TransferState
+from pdserve.kvtransfer.pool import KvPool
+from pdserve.v1 import kvtransfer_pb2 as pb
+from pdserve.v1.kvtransfer_pb2_grpc import KvTransferStub
+
+from .world import LAYOUT, SMALL, Ref, hello, run, world
+
+
+def test_pages_arrive_whole_while_the_prompt_is_computed() -> None:
+    async def body() -> None:
+        async with world(layout=LAYOUT) as w:
+            w.server.offer("t", 6)
+            incoming = w.start("t", 6, num_cached=1, first=8)
+            await w.listener.until(lambda: "t" in w.listener.opened)
+            w.server.pages_ready("t", 0, [Ref(3), Ref(1)])
+            w.server.pages_ready("t", 2, [Ref(0), Ref(9)])
+            w.server.pages_ready("t", 4, [Ref(5), Ref(7)])
+            w.complete("t", 6)
+            result = await incoming.result()
+            assert (result.token_id, result.index, result.finished, result.num_pages) == (42, 0, False, 5)
+            assert bytes(w.decode.page(8)) == bytes(LAYOUT.page_bytes), "a cached page was written"
+            for position, source in ((1, 1), (2, 0), (3, 9), (4, 5), (5, 7)):
+                assert w.decode.page(8 + position) == w.prefill.page(source)
+            assert 5 * LAYOUT.page_bytes < result.bytes_on_wire <= 5 * LAYOUT.page_bytes * 1.02
+            assert 0.0 <= result.hidden_s <= result.transfer_s
+            assert await w.listener.end_of("t") == (TransferState.COMPLETE, "COMPLETE")
+
+    run(body())
+
+
+ORDERS = [
+    order
+    for order in permutations(("offer", "open", "pages", "complete"))
+    if order.index("offer") < order.index("pages") < order.index("complete")
+]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_any_order_of_offer_open_pages_and_complete(order: tuple[str, ...]) -> None:
+    async def body() -> None:
+        async with world() as w:
+            probe = w.start("probe", 1)  # a later answer proves that earlier messages were read
+            incoming = None
+            for step in order:
+                if step == "offer":
+                    w.server.offer("t", 3)
+                elif step == "open":
+                    incoming = w.start("t", 3)
+                    probe_id = "probe2"
+                    w.server.offer(probe_id, 1)
+                    w.start(probe_id, 1)
+                    await w.listener.until(lambda: "probe2" in w.listener.opened)
+                elif step == "pages":
+                    w.server.pages_ready("t", 0, [Ref(2), Ref(4), Ref(6)])
+                else:
+                    w.complete("t", 3)
+            assert incoming is not None
+            assert (await incoming.result()).num_pages == 3
+            assert [bytes(w.decode.page(i)) for i in range(3)] == [bytes(w.prefill.page(i)) for i in (2, 4, 6)]
+            assert (await w.listener.end_of("t"))[0] is TransferState.COMPLETE
+            await probe.abort()
+
+    run(body())
+
+
+def test_a_finished_request_pulls_nothing_more() -> None:
+    async def body() -> None:
+        async with world() as w:
+            w.server.offer("t", 3)
+            incoming = w.start("t", 3)
+            w.complete("t", 3, finished=True)
+            result = await incoming.result()
+            assert result.finished and result.num_pages == 0 and result.token_id == 42
+            assert (await w.listener.end_of("t"))[0] is TransferState.COMPLETE
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"decode_digest": bytes(32)}, "IDENTITY"),
+        (
+            {
+                "decode_layout": KVLayout.uniform(
+                    num_layers=1, num_kv_heads=1, head_dim=16, page_size=4, dtype="float32"
+                )
+            },
+            "LAYOUT",
+        ),
+        ({"expected_incarnation": "zz"}, "INCARNATION"),
+    ],
+)
+def test_a_pair_that_does_not_fit_is_refused_with_the_reason(options: dict[str, object], reason: str) -> None:
+    async def body() -> None:
+        async with world(**options) as w:  # type: ignore[arg-type]
+            incoming = w.start("t", 2)
+            with pytest.raises(TransferError) as e:
+                await incoming.result()
+            assert e.value.reason == reason
+            assert w.server.num_streams == 0
+
+    run(body())
+
+
+def test_a_manifest_that_does_not_match_fails_the_transfer() -> None:
+    async def body() -> None:
+        async with world() as w:
+            w.server.offer("t", 2)
+            incoming = w.start("t", 2)
+            w.server.pages_ready("t", 0, [Ref(0), Ref(1)])
+            w.complete("t", 2, digest=b"\1" * 32)
+            with pytest.raises(TransferError, match="MANIFEST_MISMATCH"):
+                await incoming.result()
+            assert await w.listener.end_of("t") == (TransferState.FAILED, "MANIFEST_MISMATCH")
+
+    run(body())
+
+
+STAGES = ("new", "opened", "pulling", "manifest")
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("side", ["decode", "prefill"])
+def test_abort_in_every_state_from_either_side_twice(stage: str, side: str) -> None:
+    async def body() -> None:
+        async with world() as w:
+            w.server.offer("t", 2)
+            incoming = w.start("t", 2)
+            if stage != "new":
+                await w.listener.until(lambda: "t" in w.listener.opened)
+            if stage in ("pulling", "manifest"):
+                w.server.pages_ready("t", 0, [Ref(0), Ref(1)])
+            if stage == "manifest":
+                w.complete("t", 2)
+                await incoming.result()
+            if side == "decode":
+                await asyncio.gather(incoming.abort(), incoming.abort())
+                await incoming.abort()
+            else:
+                w.server.close("t", "ABORTED")
+                w.server.close("t", "ABORTED")
+            if stage == "manifest":
+                await incoming.result()
+            else:
+                with pytest.raises(TransferError):
+                    await asyncio.wait_for(incoming.result(), 10)
+            if stage == "new" and side == "decode":
+                w.server.close("t", "ABORTED")  # the stream may never have carried the open
+            state, _ = await w.listener.end_of("t")
+            assert state is TransferState.COMPLETE or stage != "manifest" or side == "prefill"
+
+    run(body())
+
+
+def test_a_lease_ends_when_nobody_renews_it_and_not_before() -> None:
+    async def body() -> None:
+        async with world(lease_s=0.5) as w:
+            w.server.offer("dead", 1)  # nobody opens it
+            w.server.pages_ready("dead", 0, [Ref(0)])
+            w.complete("dead", 1)
+            assert await w.listener.end_of("dead") == (TransferState.EXPIRED, "LEASE_EXPIRED")
+
+            w.server.offer("mute", 1)
+            async with grpc.aio.insecure_channel(w.peer.address) as channel:
+                call = KvTransferStub(channel).Control()  # type: ignore[no-untyped-call]
+                await call.write(pb.ControlRequest(hello=hello()))
+                await call.write(pb.ControlRequest(open=pb.OpenTransfer(transfer_id="mute")))
+                await w.listener.until(lambda: "mute" in w.listener.opened)
+                w.server.pages_ready("mute", 0, [Ref(0)])
+                w.complete("mute", 1)
+                assert await w.listener.end_of("mute") == (TransferState.EXPIRED, "LEASE_EXPIRED")
+                seen = []
+                while (message := await call.read()).WhichOneof("message") != "closed":
+                    seen.append(message.WhichOneof("message"))
+                assert [kind for kind in seen if kind != "heartbeat"] == ["welcome", "watermark", "manifest"]
+                assert message.closed.reason == "LEASE_EXPIRED"
+
+    run(body())
+
+
+def test_decode_keeps_the_lease_of_a_slow_pull_alive() -> None:
+    async def body() -> None:
+        sources: list[FakePageSource] = []
+
+        def source_of(pool: KvPool) -> FakePageSource:
+            sources.append(FakePageSource(pool))
+            return sources[0]
+
+        def sink_of(pool: KvPool) -> FakePageSink:
+            sink = FakePageSink(pool, sources, MonotonicClock())
+            sink.fate = lambda transfer_id, page: PageFate(delay_s=1.5)
+            return sink
+
+        async with world(lease_s=0.5, source_of=source_of, sink_of=sink_of) as w:
+            w.server.offer("t", 1)
+            incoming = w.start("t", 1)
+            w.server.pages_ready("t", 0, [Ref(4)])
+            w.complete("t", 1)
+            await incoming.result()
+            assert w.decode.page(0) == w.prefill.page(4)
+            assert (await w.listener.end_of("t"))[0] is TransferState.COMPLETE
+
+    run(body())
+
+
+def test_ten_thousand_unknown_ids_stay_bounded() -> None:
+    async def body() -> None:
+        async with world(max_pending_opens=100) as w:
+            incoming = [w.start(f"u{i}", 1) for i in range(10_000)]
+            ended = await asyncio.gather(*(t.result() for t in incoming[100:]), return_exceptions=True)
+            assert all(isinstance(e, TransferError) and e.reason == "UNKNOWN_TRANSFER" for e in ended)
+            assert w.server.num_leases == 0
+            w.server.offer("u7", 1)  # one of those that wait is served after all
+            w.server.pages_ready("u7", 0, [Ref(3)])
+            w.complete("u7", 1)
+            await incoming[7].result()
+            assert w.decode.page(0) == w.prefill.page(3)
+
+    run(body())
+
+
+def test_the_end_of_the_control_stream_ends_its_transfers() -> None:
+    async def body() -> None:
+        async with world() as w:
+            for i in range(3):
+                w.server.offer(f"t{i}", 2)
+                w.start(f"t{i}", 2)
+            await w.listener.until(lambda: len(w.listener.opened) == 3)
+            await w.client.close()
+            for i in range(3):
+                assert (await w.listener.end_of(f"t{i}"))[0] in (TransferState.FAILED, TransferState.ABORTED)
+            assert w.server.num_leases == 0
+
+    run(body())
+
+
+def test_a_dead_prefill_fails_its_transfers_and_its_successor_is_reached_again() -> None:
+    async def body() -> None:
+        async with world() as first:
+            first.server.offer("t", 2)
+            incoming = first.start("t", 2)
+            await first.listener.until(lambda: bool(first.listener.opened))
+            await first.grpc_server.stop(None)
+            with pytest.raises(TransferError) as e:
+                await incoming.result()
+            assert e.value.reason in ("PEER_LOST", "ABORTED")
+            async with world() as second:
+                second.server.offer("t2", 1)
+                again = first.client.start(
+                    "t2",
+                    second.peer,
+                    num_cached_pages=0,
+                    destinations=[5],
+                    expected_num_tokens=8,
+                    expected_digest=bytes(32),
+                )
+                second.server.pages_ready("t2", 0, [Ref(9)])
+                second.complete("t2", 1)
+                await again.result()
+                assert first.decode.page(5) == second.prefill.page(9)
+
+    run(body())
+
+
+def test_pages_out_of_order_are_never_served() -> None:
+    async def body() -> None:
+        async with world() as w:
+            w.server.offer("t", 4)
+            incoming = w.start("t", 4)
+            w.server.pages_ready("t", 0, [Ref(0), Ref(1)])
+            w.server.pages_ready("t", 0, [Ref(2), Ref(3)])  # the engine moved the sequence's pages
+            with pytest.raises(TransferError):
+                await incoming.result()
+            assert await w.listener.end_of("t") == (TransferState.FAILED, "PAGES_OUT_OF_ORDER")
+
+    run(body())
+
+
+assert SMALL.page_bytes == 1024
+assert LAYOUT.page_bytes == 64 << 10

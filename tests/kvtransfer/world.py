@@ -1,0 +1,176 @@
+"""A prefill side and a decode side on loopback, with real sockets and a real gRPC server."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.layout import KVLayout
+from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, TransferPeer
+from pdserve.kvtransfer.control_server import TransferServer
+from pdserve.kvtransfer.handoff import TransferState
+from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
+from pdserve.kvtransfer.transport import PageSink, PageSource
+from pdserve.v1 import kvtransfer_pb2 as pb
+
+DIGEST = bytes(range(32))
+PROMPT_DIGEST = bytes(32)
+LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=32, page_size=16, dtype="float32")  # 64 KiB pages
+SMALL = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=16, page_size=8, dtype="float32")  # 1 KiB pages
+INCARNATION = "a1"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A page as the engine names it."""
+
+    page_id: int
+    generation: int = 1
+
+
+@dataclass
+class Listener:
+    """Records what the owner of the pages hears."""
+
+    opened: list[str] = field(default_factory=list)
+    ended: dict[str, tuple[TransferState, str]] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def on_opened(self, transfer_id: str) -> None:
+        self.opened.append(transfer_id)
+        self.changed.set()
+
+    def on_ended(self, transfer_id: str, state: TransferState, reason: str) -> None:
+        assert transfer_id not in self.ended, "ended twice"
+        self.ended[transfer_id] = (state, reason)
+        self.changed.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(15):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def end_of(self, transfer_id: str) -> tuple[TransferState, str]:
+        await self.until(lambda: transfer_id in self.ended)
+        return self.ended[transfer_id]
+
+
+@dataclass
+class World:
+    """Both sides."""
+
+    prefill: KvPool
+    decode: KvPool
+    source: PageSource
+    sink: PageSink
+    server: TransferServer
+    client: TransferClient
+    listener: Listener
+    peer: TransferPeer
+    grpc_server: grpc.aio.Server
+
+    def start(self, transfer_id: str, num_pages: int, *, num_cached: int = 0, first: int = 0) -> IncomingTransfer:
+        return self.client.start(
+            transfer_id,
+            self.peer,
+            num_cached_pages=num_cached,
+            destinations=range(first, first + num_pages),
+            expected_num_tokens=num_pages * 8,
+            expected_digest=PROMPT_DIGEST,
+        )
+
+    def complete(
+        self, transfer_id: str, num_pages: int, *, finished: bool = False, digest: bytes = PROMPT_DIGEST
+    ) -> None:
+        self.server.complete(
+            transfer_id, num_tokens=num_pages * 8, token_id=42, index=0, prompt_digest=digest, finished=finished
+        )
+
+
+def hello() -> pb.TransferHello:
+    """The hello of a decode worker that fits."""
+    return pb.TransferHello(
+        protocol_version=1,
+        worker_id="raw",
+        incarnation="c1",
+        identity_digest=DIGEST,
+        layout=SMALL.to_json(),
+        expected_incarnation=INCARNATION,
+    )
+
+
+def fill(pool: KvPool) -> None:
+    """Different bytes in each page."""
+    for i in range(pool.num_pages):
+        pool.page(i)[:] = bytes([(i * 7 + 1) % 251, i % 256]) * (pool.page_bytes // 2)
+
+
+@asynccontextmanager
+async def world(
+    *,
+    layout: KVLayout = SMALL,
+    num_pages: int = 16,
+    sink: PageSink | None = None,
+    decode_digest: bytes = DIGEST,
+    decode_layout: KVLayout | None = None,
+    expected_incarnation: str = INCARNATION,
+    lease_s: float = 10.0,
+    sink_of: Callable[[KvPool], PageSink] | None = None,
+    source_of: Callable[[KvPool], PageSource] | None = None,
+    **server_options: Any,
+) -> AsyncIterator[World]:
+    prefill, decode = KvPool(layout, num_pages), KvPool(layout, num_pages)
+    fill(prefill)
+    source = source_of(prefill) if source_of else TcpPageSource(prefill, DIGEST)
+    listener = Listener()
+    server = TransferServer(
+        memory=prefill,
+        source=source,
+        layout=layout,
+        identity_digest=DIGEST,
+        incarnation=INCARNATION,
+        listener=listener,
+        clock=MonotonicClock(),
+        lease_s=lease_s,
+        **server_options,
+    )
+    grpc_server = grpc.aio.server()
+    server.register(grpc_server)
+    port = grpc_server.add_insecure_port("127.0.0.1:0")
+    await grpc_server.start()
+    await server.start()
+    used_sink = sink_of(decode) if sink_of else TcpPageSink(decode, DIGEST)
+    client = TransferClient(
+        worker_id="decode-0",
+        incarnation="b1",
+        identity_digest=decode_digest,
+        layout=decode_layout or layout,
+        sink=used_sink,
+        clock=MonotonicClock(),
+    )
+    peer = TransferPeer("prefill-0", f"127.0.0.1:{port}", expected_incarnation)
+    try:
+        yield World(prefill, decode, source, used_sink, server, client, listener, peer, grpc_server)
+    finally:
+        await client.close()
+        await server.stop()
+        await grpc_server.stop(None)
+        if isinstance(source, TcpPageSource):
+            source.close()
+        assert server.num_leases == 0
+        assert client.num_open == 0
+        prefill.close()
+        decode.close()
+
+
+def run(coroutine: Coroutine[Any, Any, None], limit_s: float = 30.0) -> None:
+    """Runs a test body with a deadline."""
+    asyncio.run(asyncio.wait_for(coroutine, limit_s))
