@@ -1,0 +1,177 @@
+"""Any order of commands and steps: no page is lost, every stream is right, and everything ends.
+
+The machine is a worker with every kind of sequence at once, on a pool that is too small for them. The KV of reserved
+sequences comes from a second engine, page by page, as in a deployment.
+"""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
+
+from pdserve.core.request import FinishReason, Request
+from pdserve.engine.fake import expected_tokens
+from pdserve.engine.step import (
+    Abort,
+    Activate,
+    Add,
+    Command,
+    MarkReserved,
+    PageRef,
+    PagesReady,
+    ReleaseLease,
+    ReservationRefused,
+    Reserve,
+    Reserved,
+    SequenceAborted,
+    SequenceFailed,
+)
+from tests.engine.engines import PAGE_SIZE, Engine, Streams, request
+
+NUM_PAGES = 12
+PROMPTS = st.lists(st.integers(0, 255), min_size=1, max_size=20)
+
+
+class EngineMachine(RuleBasedStateMachine):
+    """One engine under test and what must be true of it."""
+
+    keys = Bundle("keys")
+
+    @initialize(
+        max_num_seqs=st.integers(1, 4),
+        budget=st.integers(4, 24),
+        fraction=st.sampled_from([0.0, 0.25, 1.0]),
+    )
+    def start(self, max_num_seqs: int, budget: int, fraction: float) -> None:
+        self.engine = Engine(
+            NUM_PAGES, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_unreserved_fraction=fraction
+        )
+        self.source = Engine(64)
+        self.streams = Streams()
+        self.requests: dict[str, Request] = {}
+        self.kind: dict[str, str] = {}
+        self.live: set[str] = set()
+        self.granted: dict[str, tuple[PageRef, ...]] = {}
+        self.announced: dict[str, list[PageRef]] = {}
+        self.complete: set[str] = set()
+        self.commands: list[Command] = []
+
+    def new(self, kind: str, prompt: list[int], max_tokens: int, emitted: int, priority: int) -> Request:
+        key = f"{kind}{len(self.requests)}"
+        r = request(
+            key,
+            prompt,
+            max_tokens + emitted,
+            emitted=range(emitted),
+            priority=priority,
+            arrival_s=float(len(self.requests)),
+        )
+        self.requests[key], self.kind[key] = r, kind
+        self.live.add(key)
+        return r
+
+    @rule(
+        target=keys,
+        kind=st.sampled_from(["local", "handoff", "late handoff", "reservation"]),
+        prompt=PROMPTS,
+        max_tokens=st.integers(1, 20),
+        emitted=st.integers(0, 5),
+        priority=st.sampled_from([0, 0, 1]),
+        wait_s=st.integers(0, 20),
+    )
+    def enter(self, kind: str, prompt: list[int], max_tokens: int, emitted: int, priority: int, wait_s: int) -> str:
+        max_tokens += kind == "reservation"  # the token that came with the pages is not the last
+        r = self.new(kind, prompt, max_tokens, emitted, priority)
+        if kind == "reservation":
+            self.commands.append(Reserve(r, self.engine.now + wait_s))
+        else:
+            self.commands.append(Add(r, handoff=kind != "local", reserved=kind == "handoff"))
+        return r.key
+
+    @rule(key=keys)
+    def mark_reserved(self, key: str) -> None:
+        self.commands.append(MarkReserved(key))
+
+    @rule(key=consumes(keys))
+    def abort(self, key: str) -> None:
+        self.commands.append(Abort(key))
+        self.granted.pop(key, None)
+
+    @rule(key=keys)
+    def release(self, key: str) -> None:
+        self.commands.append(ReleaseLease(key))
+
+    @rule(key=keys)
+    def activate(self, key: str) -> None:
+        if key in self.granted:
+            self.fill(key)
+
+    def fill(self, key: str) -> None:
+        """Computes a reserved sequence's prompt on the other engine, copies the pages and activates it."""
+        r, pages = self.requests[key], self.granted.pop(key)
+        events = self.source.run(Add(r, handoff=True, reserved=True))
+        self.engine.pull(self.source, [p for e in events if isinstance(e, PagesReady) for p in e.pages], pages)
+        self.streams.read(events)
+        self.source.step(ReleaseLease(key))
+        self.commands.append(Activate(key, self.streams.tokens[key][0]))
+
+    @rule(num_steps=st.integers(1, 12))
+    def step(self, num_steps: int) -> None:
+        for _ in range(num_steps):
+            self.one_step()
+
+    def one_step(self) -> int:
+        item = self.engine.step(*self.commands)
+        self.commands.clear()
+        self.engine.now += 1.0
+        self.streams.read(item.events)
+        for event in item.events:
+            if isinstance(event, Reserved):
+                self.granted[event.key] = event.pages
+            elif isinstance(event, PagesReady):
+                pages = self.announced.setdefault(event.key, [])
+                assert event.first_page == len(pages)
+                pages += event.pages
+                if event.complete:
+                    self.complete.add(event.key)
+            elif isinstance(event, ReservationRefused | SequenceAborted | SequenceFailed):
+                assert not isinstance(event, SequenceFailed), event
+                self.live.discard(event.key)
+        return item.num_tokens
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        for _ in range(3000):
+            for key in list(self.granted):
+                self.fill(key)
+            leased = [k for k in self.live if self.kind[k].endswith("handoff")]
+            self.commands += [c for k in leased for c in (MarkReserved(k), ReleaseLease(k))]
+            if self.one_step() == 0 and not self.granted and not self.commands and self.quiet():
+                break
+        load = self.engine.core.load()
+        assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, NUM_PAGES)
+        for key in self.live:
+            self.check_stream(key)
+
+    def quiet(self) -> bool:
+        load = self.engine.core.load()
+        return load.num_running == load.num_waiting == 0
+
+    def check_stream(self, key: str) -> None:
+        r, kind = self.requests[key], self.kind[key]
+        if kind in ("local", "reservation"):
+            self.streams.check([r])
+            return
+        known = (*r.prompt_token_ids, *r.emitted_token_ids)
+        assert self.streams.tokens[key] == expected_tokens(known, 1)
+        if key in self.complete:
+            assert self.streams.finished.get(key) is None
+            assert len(self.announced[key]) == -(-len(known) // PAGE_SIZE)
+        elif r.sampling.max_tokens == len(r.emitted_token_ids) + 1:
+            assert self.streams.finished[key] is FinishReason.LENGTH
+
+
+TestEngineMachine = EngineMachine.TestCase
+TestEngineMachine.settings = settings(max_examples=120, stateful_step_count=30, deadline=None)
