@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n{hint}Try '{self.prog} --help'.\n")
 
 
-def add_router(parser: argparse.ArgumentParser) -> None:
+def add_router(parser: argparse._ActionsContainer) -> None:
     """Adds --router."""
     parser.add_argument(
         "--router",

@@ -81,6 +81,9 @@ def _table(models: tuple[ModelInfo, ...]) -> list[str]:
         return ["no workers yet; start them with 'pdserve prefill' and 'pdserve decode', or all with 'pdserve up'"]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    for m in models:
-        lines.append(f"model {m.name}: {'ready' if m.ready else 'NOT ready'}, {m.max_model_len} tokens at most")
+    lines += [f"model {m.name}: {_readiness(m)}, {m.max_model_len} tokens at most" for m in models]
     return lines
+
+
+def _readiness(model: ModelInfo) -> str:
+    return "ready" if model.ready else "NOT ready"
