@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.core.config import check, option
+from pdserve.core.config import ServiceConfig, check, option
+
+DEFAULT_PORT = 50051
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterServiceConfig(ServiceConfig):
+    """`ServiceConfig` with the port that clients know."""
+
+    port: int = option(DEFAULT_PORT, "gRPC port; 0 picks a free one", minimum=0, maximum=65535)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +28,9 @@ class RouterConfig:
     routing_policy: str = option("least-loaded", "how workers are chosen", choices=("least-loaded",))
     max_queue: int = option(4096, "requests open at once, at most; more are refused", unit="requests", minimum=1)
     queue_timeout_s: float = option(60.0, "time that a request may wait for a worker", unit="s", minimum=0)
+    no_worker_timeout_s: float = option(
+        5.0, "time that a request may wait while no worker could take it at all", unit="s", minimum=0
+    )
     heartbeat_s: float = option(1.0, "time between signs of life on a worker session", unit="s", minimum=0.05)
     worker_timeout_s: float = option(3.0, "a worker silent for this long is taken for dead", unit="s", minimum=0.1)
     record_ttl_s: int = option(3600, "time that the record of an ended request is kept", unit="s", minimum=1)

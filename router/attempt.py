@@ -1,0 +1,304 @@
+"""One try at a request: Submit to its workers, their news in order, and an end that leaves nothing behind on either.
+
+A (prefill, decode) pair:
+
+    asked ──RESERVED──▶ reserved ──token 1 of P──▶ decoding ──finished of D──▶ Finished
+      └──REFUSED──▶ Refused (P aborted; the caller queues the request again)
+
+Token 1 is released only once D said RESERVED, or if it ends the request. What D sends before token 1 came from P waits.
+Every index must follow the one before: a gap or a repeat fails the request and is never passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+
+from pdserve.core.errors import CapacityError, EngineError, PdserveError
+from pdserve.core.grpc_server import error_from_detail
+from pdserve.core.sampling_proto import sampling_to_proto
+from pdserve.router.admission import Admitted
+from pdserve.router.inbox import AttemptEvent, Cancel, Died, Inbox, Output, Reservation, WorkersChanged
+from pdserve.router.policy import Route
+from pdserve.router.progress import Progress
+from pdserve.router.worker_client import WorkerClient
+from pdserve.router.worker_table import WorkerFacts, WorkerTable
+from pdserve.v1 import common_pb2, worker_pb2
+
+ABORT_TIMEOUT_S = 1.5
+"""Bound of the wait for Aborted; small enough that a death is told within 5 s."""
+_PLACED, _TERMINAL = 1, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The decode worker had no room; no token was released.
+
+    Attributes:
+        worker_id: Who refused.
+        retry_after_s: When it may have room.
+    """
+
+    worker_id: str
+    retry_after_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled:
+    """The request was cancelled and both workers know."""
+
+    cancel: Cancel
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The stream ended properly.
+
+    Attributes:
+        finished: What the last worker said.
+    """
+
+    finished: worker_pb2.SequenceFinished
+
+
+Outcome = Refused | Cancelled | Completed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptIds:
+    """Identity of a try.
+
+    Attributes:
+        attempt: Retry number, from 1.
+        owner_epoch: Epoch of this router's ownership.
+        reservation_id: Lives over attempts.
+        transfer_id: This attempt's.
+        deadline_ms: Time left for the whole request; 0: no deadline.
+        traceparent: Of the root span.
+    """
+
+    attempt: int
+    owner_epoch: int
+    reservation_id: str
+    transfer_id: str
+    deadline_ms: int
+    traceparent: str
+
+
+class Attempt:
+    """One try.
+
+    Args:
+        request: What is computed.
+        ids: Identity of this try.
+        route: Where.
+        clients: Worker id -> client, for the workers of the route.
+        table: Keeps this router's own counts.
+        inbox: Where the workers' news and the cancellation arrive.
+        progress: Released output; lives over attempts.
+    """
+
+    def __init__(
+        self,
+        request: Admitted,
+        ids: AttemptIds,
+        route: Route,
+        clients: dict[str, WorkerClient],
+        table: WorkerTable,
+        inbox: Inbox,
+        progress: Progress,
+    ) -> None:
+        self._request = request
+        self._ids = ids
+        self._route = route
+        self._clients = clients
+        self._table = table
+        self._inbox = inbox
+        self._progress = progress
+        self._key = f"{request.request_id}/{ids.attempt}"
+        self._alive = set(route.worker_ids)
+        self._reserved = route.prefill is None
+        self._first: Output | None = None
+        self._early: deque[Output] = deque()
+
+    async def run(self) -> Outcome:
+        """Runs the try to its end; afterwards no worker holds anything of it.
+
+        Raises:
+            PdserveError: A worker failed or died; nothing of this try runs on.
+        """
+        self._submit()
+        reason = "ROUTER_FAILED"
+        try:
+            outcome = None
+            while outcome is None:
+                outcome = self._handle(await self._inbox.get())
+            reason = _abort_reason(outcome)
+            return outcome
+        except PdserveError as e:
+            reason = e.reason
+            raise
+        finally:
+            await self._leave(reason)
+
+    def _submit(self) -> None:
+        tokens = len(self._request.prompt_token_ids)
+        prefill, decode = self._route.prefill, self._route.decode
+        if prefill is None:
+            self._send(decode, common_pb2.ROLE_MIXED, tokens)
+            return
+        self._clients[prefill.worker_id].hold_lease(self._ids.transfer_id)
+        self._send(prefill, common_pb2.ROLE_PREFILL, tokens)
+        self._send(decode, common_pb2.ROLE_DECODE, 0)
+
+    def _send(self, worker: WorkerFacts, part: common_pb2.Role, tokens: int) -> None:
+        request, ids, route = self._request, self._ids, self._route
+        message = worker_pb2.Submit(
+            fence=self._fence(_PLACED),
+            part=part,
+            prompt_token_ids=request.prompt_token_ids,
+            sampling=sampling_to_proto(request.sampling),
+            deadline_ms=ids.deadline_ms,
+            traceparent=ids.traceparent,
+            tenant=request.tenant,
+            prompt_digest=request.prompt_digest,
+        )
+        if route.prefill is not None:
+            message.reservation_id = ids.reservation_id
+            message.transfer_id = ids.transfer_id
+            message.prefill.CopyFrom(_peer(route.prefill))
+            message.decode.CopyFrom(_peer(route.decode))
+        self._table.placed(worker.worker_id, self._key, tokens)
+        self._clients[worker.worker_id].submit(message, self._inbox)
+
+    # ---- news
+
+    def _handle(self, event: AttemptEvent | Cancel | WorkersChanged) -> Outcome | None:
+        if isinstance(event, Cancel):
+            return Cancelled(event)
+        if isinstance(event, WorkersChanged) or event.attempt != self._ids.attempt:
+            return None
+        if isinstance(event, Died):
+            self._died(event)
+            return None
+        if isinstance(event, Reservation):
+            return self._reservation(event.result)
+        if event.output.HasField("failed"):
+            self._alive.discard(event.worker_id)
+            raise error_from_detail(event.output.failed)
+        if self._route.prefill is not None and event.worker_id == self._route.prefill.worker_id:
+            return self._from_prefill(event)
+        if self._route.prefill is not None and not self._progress.num_tokens:
+            self._early.append(event)
+            return None
+        return self._from_decode(event)
+
+    def _died(self, event: Died) -> None:
+        self._alive.discard(event.worker_id)
+        if event.worker_id == self._route.decode.worker_id or self._first is None:
+            raise event.error
+        # P died after its token: D has all pages, or says what it misses.
+
+    def _reservation(self, result: worker_pb2.ReservationResult) -> Outcome | None:
+        if result.reserved:
+            self._reserved = True
+            return self._release()
+        self._alive.discard(self._route.decode.worker_id)
+        if result.retry_after_ms == 0:
+            raise CapacityError(
+                f"the request needs more KV pages than decode worker {self._route.decode.worker_id} has "
+                f"({self._route.decode.num_pages}); shorten the prompt or start workers with more pages",
+                reason="DOES_NOT_FIT",
+            )
+        return Refused(self._route.decode.worker_id, result.retry_after_ms / 1000)
+
+    def _from_prefill(self, event: Output) -> Outcome | None:
+        if self._first is not None or not event.output.delta.token_ids:
+            raise self._broken(f"prefill worker {event.worker_id} sent token {event.output.delta.index} too many")
+        assert self._route.prefill is not None
+        self._first = event
+        self._table.computed(self._route.prefill.worker_id, self._key)
+        return self._release()
+
+    def _release(self) -> Outcome | None:
+        """Token 1 goes out when both halves are there; then what D sent early."""
+        first = self._first
+        if first is None or self._progress.num_tokens:
+            return None
+        ends = first.output.HasField("finished")
+        if not (self._reserved or ends):
+            return None
+        self._pass_on(first)
+        if ends:
+            self._alive.discard(first.worker_id)
+            return Completed(first.output.finished)
+        outcome = None
+        while self._early and outcome is None:
+            outcome = self._from_decode(self._early.popleft())
+        return outcome
+
+    def _from_decode(self, event: Output) -> Outcome | None:
+        if self._route.prefill is not None:
+            self._clients[self._route.prefill.worker_id].drop_lease(self._ids.transfer_id)
+            self._table.released(self._route.prefill.worker_id, self._key)
+        else:
+            self._table.computed(event.worker_id, self._key)
+        self._pass_on(event)
+        if event.output.HasField("finished"):
+            self._alive.discard(event.worker_id)
+            return Completed(event.output.finished)
+        return None
+
+    def _pass_on(self, event: Output) -> None:
+        output = event.output
+        if output.HasField("timings"):
+            self._progress.measured(output.timings)
+        if not output.HasField("delta"):
+            return
+        if output.delta.token_ids and output.delta.index != self._progress.num_tokens:
+            raise self._broken(
+                f"worker {event.worker_id} sent output index {output.delta.index}, expected {self._progress.num_tokens}"
+            )
+        self._progress.release(output.delta)
+
+    def _broken(self, what: str) -> PdserveError:
+        return EngineError(f"{what}; nothing of it was passed on: report this", reason="BROKEN_STREAM")
+
+    # ---- the end
+
+    async def _leave(self, reason: str) -> None:
+        """Tells every worker that may still hold something, in parallel, and waits for its answer (bounded)."""
+        ids = self._ids
+        if self._route.prefill is not None:
+            self._clients[self._route.prefill.worker_id].drop_lease(ids.transfer_id)
+            if reason == "" and not self._ended_at_prefill():
+                self._alive.discard(self._route.prefill.worker_id)  # D closed the transfer; the lease is gone
+        clients = [self._clients[w] for w in sorted(self._alive)]
+        fence = self._fence(_TERMINAL)
+        try:
+            await asyncio.gather(*(c.abort(fence, reason or "FINISHED", ABORT_TIMEOUT_S) for c in clients))
+        finally:
+            for worker_id, client in self._clients.items():
+                client.forget(fence.request_id, fence.attempt)
+                self._table.released(worker_id, self._key)
+
+    def _ended_at_prefill(self) -> bool:
+        return self._first is not None and self._first.output.HasField("finished")
+
+    def _fence(self, phase: int) -> common_pb2.Fence:
+        ids = self._ids
+        return common_pb2.Fence(
+            request_id=self._request.request_id, attempt=ids.attempt, phase=phase, owner_epoch=ids.owner_epoch
+        )
+
+
+def _abort_reason(outcome: Outcome) -> str:
+    """UPPER_SNAKE_CASE for the workers; empty when the request ended well."""
+    if isinstance(outcome, Cancelled):
+        return outcome.cancel.reason
+    return "RESERVATION_REFUSED" if isinstance(outcome, Refused) else ""
+
+
+def _peer(facts: WorkerFacts) -> worker_pb2.Peer:
+    return worker_pb2.Peer(worker_id=facts.worker_id, address=facts.address, incarnation=facts.incarnation)

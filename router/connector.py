@@ -1,0 +1,117 @@
+"""Keeps one session to every worker that the registry names.
+
+The registry is for discovery only: a session that lives is kept whatever the registry says; one that ended is opened
+again, with backoff, while the registry still names the worker, and at once when it names a new incarnation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Protocol
+
+from pdserve.core.clock import Clock
+from pdserve.core.registry import WorkerRecord
+from pdserve.router.worker_client import GrpcWorkerClient
+from pdserve.router.worker_set import WorkerSet
+from pdserve.router.worker_table import Listed
+
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.1, 2.0
+
+_log = logging.getLogger(__name__)
+
+
+class Discovery(Protocol):
+    """Where workers are found; `core.registry.Registry` is one."""
+
+    def watch(self) -> AsyncIterator[tuple[WorkerRecord, ...]]:
+        """Yields the table at first and whenever it changed."""
+        ...
+
+
+class Connector:
+    """Owns the sessions.
+
+    Args:
+        workers: What is changed.
+        discovery: Names the workers.
+        router_id: Name of this router.
+        clock: Time.
+        heartbeat_s: Time between signs of life.
+        worker_timeout_s: A worker silent for this long is taken for dead.
+        max_message_bytes: gRPC message limit.
+    """
+
+    def __init__(
+        self,
+        workers: WorkerSet,
+        discovery: Discovery,
+        router_id: str,
+        clock: Clock,
+        *,
+        heartbeat_s: float,
+        worker_timeout_s: float,
+        max_message_bytes: int,
+    ) -> None:
+        self._workers = workers
+        self._discovery = discovery
+        self._router_id = router_id
+        self._clock = clock
+        self._heartbeat_s = heartbeat_s
+        self._worker_timeout_s = worker_timeout_s
+        self._max_message_bytes = max_message_bytes
+        self._listed: dict[str, Listed] = {}
+        self._keepers: dict[str, asyncio.Task[None]] = {}
+        self._news: dict[str, asyncio.Event] = {}
+
+    async def run(self) -> None:
+        """Follows the registry until cancelled; then ends every session."""
+        try:
+            async for records in self._discovery.watch():
+                self._follow(records)
+        finally:
+            for keeper in self._keepers.values():
+                keeper.cancel()
+            await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+
+    def _follow(self, records: tuple[WorkerRecord, ...]) -> None:
+        old = self._listed
+        self._listed = {
+            r.worker_id: Listed(worker_id=r.worker_id, role=r.role, incarnation=r.incarnation, address=r.address)
+            for r in records
+        }
+        self._workers.set_listed(self._listed.values())
+        for worker_id, listed in self._listed.items():
+            keeper = self._keepers.get(worker_id)
+            if keeper is None or keeper.done():
+                self._news[worker_id] = asyncio.Event()
+                self._keepers[worker_id] = asyncio.create_task(self._keep(worker_id), name=f"session-{worker_id}")
+            elif listed != old.get(worker_id):
+                self._news[worker_id].set()
+
+    async def _keep(self, worker_id: str) -> None:
+        backoff_s = MIN_BACKOFF_S
+        news = self._news[worker_id]
+        while (listed := self._listed.get(worker_id)) is not None:
+            news.clear()
+            client = GrpcWorkerClient(
+                listed,
+                self._router_id,
+                self._clock,
+                self._workers,
+                heartbeat_s=self._heartbeat_s,
+                timeout_s=self._worker_timeout_s,
+                max_message_bytes=self._max_message_bytes,
+            )
+            try:
+                error = await client.run()
+            finally:
+                self._workers.session_closed(worker_id)
+            _log.warning("%s", error.message)
+            if client.was_open:
+                backoff_s = MIN_BACKOFF_S
+            with suppress(TimeoutError):
+                await self._clock.wait_for(news.wait(), backoff_s)
+            backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

@@ -1,0 +1,60 @@
+"""What a request gives to its client: deltas in order, then exactly one terminal event.
+
+The request's life never waits for the reader. What a slow reader has not taken is merged, so that the number of waiting
+messages stays small; its tokens are bounded by the request's `max_tokens`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+from pdserve.core.errors import PdserveError
+from pdserve.v1 import common_pb2, inference_pb2
+
+MAX_MERGED_TOKENS = 512
+
+Terminal = inference_pb2.Finished | PdserveError
+
+
+class OutputStream:
+    """One writer (the request's life), one reader (the RPC)."""
+
+    def __init__(self) -> None:
+        self._deltas: deque[common_pb2.Delta] = deque()
+        self._terminal: Terminal | None = None
+        self._news = asyncio.Event()
+
+    def put(self, delta: common_pb2.Delta) -> None:
+        """Adds output. The delta belongs to the stream from now on."""
+        assert self._terminal is None, "output after the terminal event"
+        last = self._deltas[-1] if self._deltas else None
+        if last is not None and len(last.token_ids) + len(delta.token_ids) <= MAX_MERGED_TOKENS:
+            last.token_ids.extend(delta.token_ids)
+            last.text += delta.text
+            last.logprobs.extend(delta.logprobs)
+        else:
+            self._deltas.append(delta)
+        self._news.set()
+
+    def finish(self, terminal: Terminal) -> None:
+        """Ends the stream; only once."""
+        assert self._terminal is None, "a second terminal event"
+        self._terminal = terminal
+        self._news.set()
+
+    async def next(self) -> common_pb2.Delta | inference_pb2.Finished:
+        """The next delta, or Finished after the last one.
+
+        Raises:
+            PdserveError: The request failed; nothing follows.
+        """
+        while not self._deltas and self._terminal is None:
+            self._news.clear()
+            await self._news.wait()
+        if self._deltas:
+            return self._deltas.popleft()
+        if isinstance(self._terminal, PdserveError):
+            raise self._terminal
+        assert self._terminal is not None
+        return self._terminal

@@ -1,0 +1,81 @@
+"""What was released of one request, and when: output index, timings and usage. Lives over attempts."""
+
+from __future__ import annotations
+
+from pdserve.core.clock import Clock
+from pdserve.router.output_stream import OutputStream
+from pdserve.router.recorder import Recorder
+from pdserve.router.trace import RequestTrace
+from pdserve.v1 import common_pb2
+
+_WORKER_TIMINGS = ("prefill_s", "transfer_s", "transfer_hidden_s", "transfer_bytes", "decode_s")
+
+
+class Progress:
+    """Released output and measured times of one request.
+
+    Args:
+        clock: Time of releases.
+        arrival_s: When the request arrived.
+        stream: Where deltas go.
+        recorder: Hears of the first token.
+        trace: Hears of every release.
+
+    Attributes:
+        num_tokens: Tokens released; also the next output index.
+        queue_s: Time in the router's queue, over all attempts.
+    """
+
+    def __init__(
+        self, clock: Clock, arrival_s: float, stream: OutputStream, recorder: Recorder, trace: RequestTrace
+    ) -> None:
+        self.num_tokens = 0
+        self.queue_s = 0.0
+        self._clock = clock
+        self._arrival_s = arrival_s
+        self._recorder = recorder
+        self._stream = stream
+        self._trace = trace
+        self._workers = common_pb2.Timings()
+        self._first_s: float | None = None
+        self._second_s: float | None = None
+        self._last_s = arrival_s
+
+    def release(self, delta: common_pb2.Delta) -> None:
+        """Passes a delta, whose index was checked, on to the client."""
+        at_s = self._clock.now()
+        count = len(delta.token_ids)
+        if count:
+            if self._first_s is None:
+                self._first_s = at_s
+                self._recorder.decoding()
+                self._trace.first_token(at_s - self._arrival_s)
+                self._trace.tokens(count, None)
+            else:
+                self._second_s = at_s if self._second_s is None else self._second_s
+                self._trace.tokens(count, at_s - self._last_s)
+            self._last_s = at_s
+            self.num_tokens += count
+        if count or delta.text:
+            self._stream.put(delta)
+
+    def measured(self, timings: common_pb2.Timings) -> None:
+        """Takes over durations that a worker measured; the worker's queue adds to the router's."""
+        self._workers.queue_s += timings.queue_s
+        for name in _WORKER_TIMINGS:
+            if value := getattr(timings, name):
+                setattr(self._workers, name, value)
+
+    def timings(self) -> common_pb2.Timings:
+        """Where the time went until now."""
+        t = common_pb2.Timings()
+        t.CopyFrom(self._workers)
+        t.queue_s += self.queue_s
+        t.e2e_s = self._clock.now() - self._arrival_s
+        if self._first_s is not None:
+            t.ttft_s = self._first_s - self._arrival_s
+            if self._second_s is not None:
+                t.handoff_gap_s = self._second_s - self._first_s
+            if self.num_tokens > 1:
+                t.tpot_s = (self._last_s - self._first_s) / (self.num_tokens - 1)
+        return t
