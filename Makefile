@@ -43,6 +43,6 @@ $(SERVER): pyproject.toml constraints.txt scripts/install.sh
 	@scripts/install.sh server && touch $@
 
 $(DEV): pyproject.toml constraints.txt scripts/install.sh
-	@scripts/install.sh server,dev && touch $@ $(SERVER)
+	@scripts/install.sh server,bench,dev && touch $@ $(SERVER)
 
 .PHONY: help run test test-slow lint fmt protos bench constraints clean
