@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from pdserve.core.errors import ConfigError, TransferError
+from pdserve.core.net import advertised_address
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.sockets import Closed, recv_exactly, send_all, shut_down, tune
@@ -81,7 +82,7 @@ class TcpPageSource:
         except OSError as e:
             raise ConfigError(f"--data-port {port}: cannot listen on {host}: {e.strerror}") from e
         self._listener.setblocking(False)
-        self._address = advertise_address or f"{host}:{self._listener.getsockname()[1]}"
+        self._address = advertise_address or advertised_address(host, self._listener.getsockname()[1])
         self._changed = threading.Condition()  # guards everything below
         self._tokens: dict[bytes, set[socket.socket]] = {}
         self._published: dict[str, _Published] = {}

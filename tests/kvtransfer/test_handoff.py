@@ -1,0 +1,260 @@
+"""Both sides' tables, explored: every interleaving to a stated depth, with messages lost, doubled and reordered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import pytest
+
+from pdserve.kvtransfer import handoff as h
+from pdserve.kvtransfer.handoff import TERMINAL, SinkTransfer, SourceTransfer, TransferState
+from pdserve.kvtransfer.transport import SourcePageRef
+
+NUM_PAGES, LEASE_S = 2, 1.0
+PAGES = tuple(SourcePageRef(10 + i, 1, 5) for i in range(NUM_PAGES))
+MANIFEST = h.ManifestFacts(NUM_PAGES, 16, 42, 0, b"digest")
+
+
+@dataclass(frozen=True)
+class World:
+    """Both sides, the messages on their way, and the one pull that may run.
+
+    Attributes:
+        reading: The running pull has a read in flight at the source.
+        was_read: That read has ended well.
+        arrived: Pages that pulls brought.
+        num_final: Pages that the engine has finished.
+    """
+
+    source: SourceTransfer
+    sink: SinkTransfer
+    to_sink: tuple[h.SinkEvent, ...] = ()
+    to_source: tuple[h.SourceEvent, ...] = ()
+    published: frozenset[SourcePageRef] = frozenset()
+    asked: tuple[SourcePageRef, ...] = ()
+    withdrawing: bool = False
+    reading: bool = False
+    was_read: bool = False
+    arrived: int = 0
+    num_final: int = 0
+    computed: bool = False
+    freed: bool = False
+    resolved: bool = False
+    doubled: bool = False
+    now: float = 0.0
+
+
+def begin(num_cached: int) -> World:
+    sink = SinkTransfer(NUM_PAGES, num_cached, 16, b"digest")
+    return World(SourceTransfer(NUM_PAGES, LEASE_S), sink, to_source=(h.Opened(num_cached),))
+
+
+def source_step(world: World, event: h.SourceEvent) -> World:
+    before = world.source
+    after, actions = h.on_source(before, event, world.now)
+    assert before.state not in TERMINAL or after.state is before.state, "a terminal state changed"
+    world = replace(world, source=after)
+    for action in actions:
+        match action:
+            case h.Announce():
+                assert after.num_cached_pages is not None and action.first_page >= after.num_cached_pages
+                assert not world.withdrawing, "published after the end"
+                world = replace(world, published=world.published | set(action.pages))
+                world = replace(world, to_sink=(*world.to_sink, h.PagesFinal(action.first_page, action.pages)))
+            case h.SendManifest():
+                world = replace(world, to_sink=(*world.to_sink, h.Computed(action.manifest)))
+            case h.SendClosed():
+                ended = h.Ended(TransferState.FAILED, action.reason, by_peer=True)
+                world = replace(world, to_sink=(*world.to_sink, ended))
+            case h.Withdraw():
+                assert not world.withdrawing, "withdrawn twice"
+                world = replace(world, withdrawing=True, published=frozenset(), reading=False)
+            case h.ReportEnded():
+                assert not world.freed, "ended twice"
+                world = replace(world, freed=True)
+    assert world.freed == after.may_free_pages
+    return world
+
+
+def sink_step(world: World, event: h.SinkEvent) -> World:
+    before = world.sink
+    after, actions = h.on_sink(before, event, world.now)
+    assert before.state not in TERMINAL or after.state is before.state, "a terminal state changed"
+    world = replace(world, sink=after)
+    for action in actions:
+        match action:
+            case h.Pull():
+                assert not before.pulling or isinstance(event, h.PullEnded), "two pulls at once"
+                assert action.position >= after.num_cached_pages
+                world = replace(world, asked=action.pages, was_read=False, reading=False)
+            case h.CancelPull():
+                assert after.pulling
+            case h.SendClosed():
+                ended = h.Ended(action.state, action.reason, by_peer=True)
+                world = replace(world, to_source=(*world.to_source, ended))
+            case h.Resolve():
+                assert not world.resolved, "resolved twice"
+                assert not after.pulling, "freed under a writer"
+                world = replace(world, resolved=True)
+    assert world.resolved == after.may_free_pages
+    if after.state is TransferState.COMPLETE:
+        assert world.arrived == NUM_PAGES - after.num_cached_pages, "complete without all pages"
+    return world
+
+
+def pull_ended(world: World, error: str | None) -> World:
+    arrived = world.arrived + (len(world.asked) if error is None else 0)
+    return sink_step(replace(world, arrived=arrived, reading=False, was_read=False), h.PullEnded(1, error))
+
+
+def without(messages: tuple[object, ...], at: int) -> tuple[object, ...]:
+    return messages[:at] + messages[at + 1 :]
+
+
+def successors(w: World) -> Iterator[World]:
+    if w.freed and w.resolved:
+        return
+    for at, message in enumerate(w.to_sink):  # delivered in any order, lost, or doubled once
+        left = replace(w, to_sink=without(w.to_sink, at))
+        yield sink_step(left, message)
+        yield left
+        if not w.doubled:
+            yield sink_step(replace(w, doubled=True), message)
+    for at, ask in enumerate(w.to_source):
+        left = replace(w, to_source=without(w.to_source, at))
+        yield source_step(left, ask)
+        yield left
+        if not w.doubled:
+            yield source_step(replace(w, doubled=True), ask)
+    if w.num_final < NUM_PAGES:
+        page = PAGES[w.num_final : w.num_final + 1]
+        yield source_step(replace(w, num_final=w.num_final + 1), h.PagesFinal(w.num_final, page))
+    elif not w.computed:
+        yield source_step(replace(w, computed=True), h.Computed(MANIFEST))
+    if w.source.lease_expires_s is not None and w.now < 2:
+        yield source_step(replace(w, now=w.now + 1), h.Tick())
+    if w.source.lease_expires_s is not None:
+        yield source_step(w, h.Renewed())
+    yield source_step(w, h.Ended(TransferState.ABORTED, "ABORTED"))
+    yield source_step(w, h.Ended(TransferState.FAILED, "PEER_LOST", by_peer=True))
+    if w.withdrawing and not w.reading and not w.freed:
+        yield source_step(w, h.Withdrawn())
+    yield sink_step(w, h.Ended(TransferState.ABORTED, "ABORTED"))
+    yield sink_step(w, h.Ended(TransferState.FAILED, "PEER_LOST", by_peer=True))
+    if w.sink.pulling:
+        yield pull_ended(w, "PEER_GONE")
+        if w.was_read:
+            yield pull_ended(w, None)
+        elif w.reading:
+            yield replace(w, reading=False, was_read=True)
+        elif set(w.asked) <= w.published:
+            yield replace(w, reading=True)
+
+
+def key(w: World) -> World:
+    """Equal for worlds that differ only in counters and times that decide nothing."""
+    sink = replace(w.sink, num_late=0, num_bytes=0, first_pull_s=None, last_pull_s=None, manifest_s=None, reason="")
+    to_sink, to_source = tuple(sorted(w.to_sink, key=repr)), tuple(sorted(w.to_source, key=repr))
+    source = replace(w.source, num_late=0, reason="")
+    return replace(w, source=source, sink=sink, to_sink=to_sink, to_source=to_source)
+
+
+def check(w: World) -> None:
+    if w.reading:
+        assert not w.freed, "a freed page is being read"
+        assert w.source.state not in TERMINAL, "a page is read though its lease has ended"
+    if w.freed and w.resolved:
+        for event in (h.Opened(0), h.PagesFinal(0, PAGES), h.Computed(MANIFEST), h.Renewed(), h.Tick(), h.Withdrawn()):
+            assert h.on_source(w.source, event, 9.0) == (replace(w.source, num_late=w.source.num_late + 1), [])
+        for event in (h.PagesFinal(0, PAGES), h.Computed(MANIFEST), h.PullEnded(1), h.Ended(TransferState.FAILED, "X")):
+            assert h.on_sink(w.sink, event, 9.0) == (replace(w.sink, num_late=w.sink.num_late + 1), [])
+        return
+    # from everywhere both sides come to rest when they are told to
+    end = source_step(w, h.Ended(TransferState.ABORTED, "ABORTED"))
+    if not end.freed:
+        end = source_step(end, h.Withdrawn())
+    end = sink_step(end, h.Ended(TransferState.ABORTED, "ABORTED"))
+    if end.sink.pulling:
+        end = pull_ended(end, "CANCELLED")
+    assert end.freed and end.resolved
+
+
+@pytest.mark.parametrize(("num_cached", "depth"), [(0, 8), (1, 30)])  # with one page to pull: to exhaustion
+def test_every_interleaving_keeps_the_invariants(num_cached: int, depth: int) -> None:
+    seen = {key(begin(num_cached))}
+    frontier, ends = list(seen), set()
+    for _ in range(depth):
+        reached: list[World] = []
+        for world in frontier:
+            for following in successors(world):
+                normal = key(following)
+                if normal not in seen:
+                    seen.add(normal)
+                    check(normal)
+                    reached.append(normal)
+                    ends.add((normal.source.state, normal.sink.state))
+        frontier = reached
+    assert (TransferState.ABORTED, TransferState.FAILED) in ends
+    if num_cached == 1:
+        assert not frontier, "not exhausted"
+        wanted = (TransferState.COMPLETE, TransferState.FAILED, TransferState.ABORTED)
+        assert {sink for _, sink in ends} >= set(wanted)
+        assert {source for source, _ in ends} >= {*wanted, TransferState.EXPIRED}
+
+
+def play(world: World, *steps: h.SourceEvent) -> World:
+    """The undisturbed run: every message arrives in order, every pull succeeds at once."""
+    queue = list(steps)
+    while queue or world.to_sink or world.to_source or world.sink.pulling:
+        if world.to_source:
+            world = source_step(replace(world, to_source=world.to_source[1:]), world.to_source[0])
+        elif world.to_sink:
+            world = sink_step(replace(world, to_sink=world.to_sink[1:]), world.to_sink[0])
+        elif world.sink.pulling:
+            assert set(world.asked) <= world.published
+            world = pull_ended(world, None)
+        else:
+            world = source_step(world, queue.pop(0))
+    return world
+
+
+def test_the_undisturbed_run_completes_on_both_sides() -> None:
+    world = play(begin(0), h.PagesFinal(0, PAGES[:1]), h.PagesFinal(1, PAGES[1:]), h.Computed(MANIFEST))
+    assert (world.source.state, world.sink.state) == (TransferState.COMPLETE, TransferState.COMPLETE)
+    assert world.resolved and world.withdrawing and not world.freed
+    assert source_step(world, h.Withdrawn()).freed
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        replace(MANIFEST, num_pages=3),
+        replace(MANIFEST, num_tokens=17),
+        replace(MANIFEST, prompt_digest=b"other"),
+        replace(MANIFEST, prompt_digest=b"other", finished=True),
+    ],
+)
+def test_a_wrong_manifest_never_completes(wrong: h.ManifestFacts) -> None:
+    world = play(begin(0), h.PagesFinal(0, PAGES), h.Computed(wrong))
+    assert world.sink.state is TransferState.FAILED and world.sink.reason == "MANIFEST_MISMATCH"
+
+
+def test_a_lease_is_extended_and_never_shortened() -> None:
+    transfer = SourceTransfer(0, LEASE_S)
+    transfer, _ = h.on_source(transfer, h.Renewed(), 50.0)
+    assert transfer.lease_expires_s is None, "the clock starts when the prompt is computed"
+    transfer, _ = h.on_source(transfer, h.Computed(replace(MANIFEST, num_pages=0)), 100.0)
+    for renewed, expires in ((101.0, 103.0), (99.0, 103.0), (102.5, 104.5)):
+        transfer, _ = h.on_source(transfer, h.Renewed(), renewed)
+        assert transfer.lease_expires_s == expires
+    assert h.on_source(transfer, h.Tick(), 104.4)[0].state not in TERMINAL
+    assert h.on_source(transfer, h.Tick(), 104.5)[0].state is TransferState.EXPIRED
+
+
+def test_no_table_lets_a_terminal_state_go() -> None:
+    for table in (h.SOURCE_TRANSITIONS, h.SINK_TRANSITIONS):
+        assert set(table) >= set(TransferState) - {TransferState.PULLING}
+        for state, following in table.items():
+            assert following == frozenset() if state in TERMINAL else following >= TERMINAL
+    assert set(h.RESERVATION_TRANSITIONS) == set(h.ReservationState)

@@ -1,0 +1,334 @@
+"""The tcp data plane: refusals, corruption, dead and stopped peers, quiescent cancel."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import dataclass
+
+import pytest
+import xxhash
+
+from pdserve.core.errors import TransferError
+from pdserve.kvtransfer import wire
+from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
+from pdserve.kvtransfer.transport import SourcePageRef
+
+from .world import DIGEST, LAYOUT, fill, run
+
+NUM_PAGES = 64
+
+
+@dataclass
+class Pair:
+    """A source, a sink and their pools."""
+
+    source: TcpPageSource
+    sink: TcpPageSink
+    there: KvPool
+    here: KvPool
+    token: bytes
+
+    def refs(self, page_ids: range, generation: int = 1) -> list[SourcePageRef]:
+        return refs(self.there, page_ids, generation)
+
+
+def refs(pool: KvPool, page_ids: range, generation: int = 1) -> list[SourcePageRef]:
+    return [SourcePageRef(i, generation, xxhash.xxh3_64_intdigest(pool.page(i))) for i in page_ids]
+
+
+@asynccontextmanager
+async def pair(idle_s: float = 2.0) -> AsyncIterator[Pair]:
+    there, here = KvPool(LAYOUT, NUM_PAGES), KvPool(LAYOUT, NUM_PAGES)
+    fill(there)
+    source, sink = TcpPageSource(there, DIGEST), TcpPageSink(here, DIGEST, idle_s=idle_s)
+    try:
+        yield Pair(source, sink, there, here, source.new_reader())
+    finally:
+        await sink.close()
+        source.close()
+        there.close()
+        here.close()
+
+
+async def reason_of(coroutine: object) -> str:
+    with pytest.raises(TransferError) as e:
+        await coroutine  # type: ignore[misc]
+    return e.value.reason
+
+
+def test_pages_arrive_over_one_reused_connection_with_little_overhead() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(40))
+            p.source.publish("t", p.token, pages)
+            wired = 0
+            for at in range(0, 40, 10):
+                part = pages[at : at + 10]
+                wired += await p.sink.pull(p.source.address, p.token, "t", part, range(at + 3, at + 13))
+            assert all(p.here.page(i + 3) == p.there.page(i) for i in range(40))
+            assert 40 * LAYOUT.page_bytes < wired <= 40 * LAYOUT.page_bytes * 1.02
+            assert p.source.num_connections == 1
+            await p.source.withdraw("t")
+            assert p.source.num_connections == 1  # a finished pull's connection is not cut
+            assert await reason_of(p.sink.pull(p.source.address, p.token, "t", pages[:1], [0])) == "ERR_STALE"
+
+    run(body())
+
+
+def test_what_may_not_be_read_is_refused_and_nothing_is_written() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            other = p.source.new_reader()
+            pages = p.refs(range(4))
+            p.source.publish("t", p.token, pages[:3])
+            asks = {
+                "unknown transfer": (p.token, "u", pages[:1]),
+                "unpublished page": (p.token, "t", pages),
+                "another generation": (p.token, "t", p.refs(range(1), generation=2)),
+                "another reader's transfer": (other, "t", pages[:1]),
+            }
+            for token, transfer_id, ask in asks.values():
+                got = await reason_of(p.sink.pull(p.source.address, token, transfer_id, ask, range(len(ask))))
+                assert got == "ERR_STALE"
+            for token in (b"x" * 16, bytes(16)):
+                assert await reason_of(p.sink.pull(p.source.address, token, "t", pages[:1], [0])) == "PEER_GONE"
+            p.source.drop_reader(p.token)
+            assert await reason_of(p.sink.pull(p.source.address, p.token, "t", pages[:1], [0])) == "PEER_GONE"
+            assert not any(p.here.buffer)
+
+    run(body())
+
+
+def test_strangers_get_no_thread_and_are_closed() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            host, port = p.source.address.split(":")
+            before = threading.active_count()
+            mute = [socket.create_connection((host, int(port)), timeout=10) for _ in range(100)]
+            loud = socket.create_connection((host, int(port)), timeout=10)
+            loud.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
+            with suppress(ConnectionResetError):  # closed with our bytes unread
+                assert loud.recv(1) == b""
+            assert threading.active_count() <= before + 1
+            pages = p.refs(range(2))
+            p.source.publish("t", p.token, pages)
+            await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
+            for sock in (*mute, loud):
+                sock.close()
+
+    run(body())
+
+
+def test_a_page_that_changed_after_it_was_hashed_is_corrupt() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(3))
+            p.source.publish("t", p.token, pages)
+            p.there.page(1)[5] ^= 1
+            assert await reason_of(p.sink.pull(p.source.address, p.token, "t", pages, [0, 1, 2])) == "CORRUPT_PAGE"
+            again = p.refs(range(2, 3))
+            p.source.publish("t", p.token, again)
+            await p.sink.pull(p.source.address, p.token, "t", again, [9])  # the sink is well afterwards
+            assert p.here.page(9) == p.there.page(2)
+
+    run(body())
+
+
+@contextmanager
+def scripted_source(answer: bytes) -> Iterator[str]:
+    """A peer that answers every ask with these bytes and then closes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.settimeout(10)
+                sock.recv(4096)
+                sock.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        thread.join()
+
+
+def test_a_peer_that_breaks_the_protocol_is_a_typed_error() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            page = p.refs(range(1))
+            header = wire.encode_page(wire.PageHeader(0, 1, page[0].checksum, LAYOUT.page_bytes))
+            long = wire.encode_page(wire.PageHeader(0, 1, page[0].checksum, 2**31))
+            raw = bytes(p.there.page(0))
+            cases = {
+                b"": "PEER_GONE",
+                header + raw[:100]: "PEER_GONE",
+                bytes(64): "BAD_FRAME",
+                long: "BAD_FRAME",
+                wire.encode_end(1): "BAD_FRAME",
+                header + raw + wire.encode_end(7): "BAD_FRAME",
+                header + raw + header: "BAD_FRAME",
+                wire.encode_err(wire.ErrCode.ERR_BUSY, "later"): "ERR_BUSY",
+            }
+            for answer, reason in cases.items():
+                with scripted_source(answer) as address:
+                    assert await reason_of(p.sink.pull(address, p.token, "t", page, [0])) == reason
+            assert await reason_of(p.sink.pull("127.0.0.1:1", p.token, "t", page, [0])) == "PEER_GONE"
+            assert await reason_of(p.sink.pull("nonsense", p.token, "t", page, [0])) == "BAD_ADDRESS"
+
+    run(body())
+
+
+# A source in a process of its own, which sends `sent` whole pages and a half one, says so, and waits.
+HALF_SOURCE = """
+import socket, sys
+from pdserve.kvtransfer import wire
+page_bytes, sent = int(sys.argv[1]), int(sys.argv[2])
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+sock, _ = listener.accept()
+def read(n):
+    data = b""
+    while len(data) < n:
+        data += sock.recv(n - len(data))
+    return data
+read(64)
+get = wire.decode_header(read(64))
+_, asks = wire.decode_get_body(get, read(get.body_bytes))
+for i, (page_id, generation) in enumerate(asks):
+    header = wire.encode_page(wire.PageHeader(page_id, generation, 0, page_bytes))
+    if i < sent:
+        sock.sendall(header + bytes([0xAA]) * page_bytes)
+        continue
+    if i == sent:
+        sock.sendall(header + bytes([0xAA]) * (page_bytes // 2))
+        print("half", flush=True)
+        sys.stdin.readline()
+        sock.sendall(bytes([0xAA]) * (page_bytes - page_bytes // 2))
+        continue
+    sock.sendall(header + bytes([0xAA]) * page_bytes)
+sock.sendall(wire.encode_end(len(asks)))
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def half_source(sent: int) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    command = [sys.executable, "-c", HALF_SOURCE, str(LAYOUT.page_bytes), str(sent)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield process, f"127.0.0.1:{process.stdout.readline().strip()}"
+        finally:
+            process.kill()
+
+
+async def said_half(process: subprocess.Popen[str]) -> None:
+    assert process.stdout is not None
+    assert (await asyncio.to_thread(process.stdout.readline)).strip() == "half"
+
+
+def test_a_peer_killed_mid_page_fails_the_pull() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            with half_source(sent=2) as (process, address):
+                ask = [SourcePageRef(i, 1, 0) for i in range(8)]
+                pull = asyncio.create_task(p.sink.pull(address, p.token, "t", ask, range(8)))
+                await said_half(process)
+                process.kill()
+                assert await reason_of(pull) == "PEER_GONE"
+
+    run(body())
+
+
+def test_a_stopped_peer_fails_the_pull_by_the_idle_limit() -> None:
+    async def body() -> None:
+        async with pair(idle_s=0.3) as p:
+            with half_source(sent=2) as (process, address):
+                ask = [SourcePageRef(i, 1, 0) for i in range(8)]
+                pull = asyncio.create_task(p.sink.pull(address, p.token, "t", ask, range(8)))
+                await said_half(process)
+                process.send_signal(signal.SIGSTOP)
+                assert await reason_of(pull) == "PULL_IDLE"
+
+    run(body())
+
+
+def test_a_cancelled_pull_never_writes_again_though_the_peer_resumes() -> None:
+    async def body() -> None:
+        async with pair(idle_s=20) as p:
+            with half_source(sent=2) as (process, address):
+                ask = [SourcePageRef(i, 1, 0) for i in range(32)]
+                pull = asyncio.create_task(p.sink.pull(address, p.token, "t", ask, range(32)))
+                await said_half(process)
+                pull.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await pull
+                p.here.buffer[:] = b"\x55" * len(p.here.buffer)  # freed: somebody else's now
+                assert process.stdin is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+                await asyncio.to_thread(process.wait, 10)  # it ran on to its end, or into the closed connection
+                assert p.here.buffer == b"\x55" * len(p.here.buffer)
+                assert await reason_of(p.sink.pull("127.0.0.1:1", p.token, "t", ask[:1], [0])) == "PEER_GONE"
+
+    run(body())
+
+
+def test_withdraw_ends_a_read_whose_reader_stalls() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(NUM_PAGES)) * 8  # more than any socket buffer holds
+            p.source.publish("t", p.token, pages)
+            host, port = p.source.address.split(":")
+            reader = socket.create_connection((host, int(port)), timeout=10)
+            reader.sendall(wire.encode_hello(p.token, DIGEST) + wire.encode_get("t", pages))
+            assert len(reader.recv(64)) > 0  # the read is in flight, and we take no more of it
+            await asyncio.gather(p.source.withdraw("t"), p.source.withdraw("t"))
+            await p.source.withdraw("t")
+            p.there.buffer[:] = bytes(len(p.there.buffer))  # freed
+            reader.close()
+
+    run(body())
+
+
+def test_cancel_before_the_thread_began_and_close_end_everything() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(8))
+            p.source.publish("t", p.token, pages)
+            pulls = [
+                asyncio.create_task(p.sink.pull(p.source.address, p.token, "t", pages, range(8))) for _ in range(40)
+            ]
+            await asyncio.sleep(0)
+            for pull in pulls[::2]:
+                pull.cancel()
+            done = await asyncio.gather(*pulls, return_exceptions=True)
+            assert all(isinstance(d, asyncio.CancelledError | int) for d in done)
+            assert all(isinstance(d, int) for d in done[1::2])
+            await p.sink.close()
+            assert await reason_of(p.sink.pull(p.source.address, p.token, "t", pages, range(8))) == "SINK_CLOSED"
+
+    run(body())
+
+
+def test_the_pool_is_shared_memory_of_the_stated_size() -> None:
+    pool = KvPool(LAYOUT, 3)
+    assert os.fstat(pool.fd).st_size == len(pool.buffer) == 3 * LAYOUT.page_bytes
+    pool.page(2)[:] = b"\1" * LAYOUT.page_bytes
+    assert sum(pool.buffer) == LAYOUT.page_bytes
+    for wrong in (-1, 3):
+        with pytest.raises(IndexError):
+            pool.page(wrong)
+    view = pool.page(1)
+    pool.close()
+    pool.close()
+    view[0] = 1  # a tensor over the pool may outlive it
