@@ -34,7 +34,7 @@ from pdserve.v1 import common_pb2
 REASON_KEY = "pdserve-reason"
 RETRY_AFTER_KEY = "pdserve-retry-after-ms"
 KEEPALIVE_S = 10.0
-MAX_DETAILS_CHARS = 2000  # status details travel in an HTTP/2 header; 8 KiB is the usual limit of all headers
+MAX_DETAILS_BYTES = 1500  # details travel percent-encoded (up to 3 bytes each) in a header; 8 KiB is the usual limit
 
 _log = logging.getLogger(__name__)
 _ALWAYS_OPEN = ("/grpc.health.v1.", "/grpc.reflection.")
@@ -94,7 +94,9 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: PdserveErro
     trailing = [(REASON_KEY, error.reason)]
     if retry_after_ms := _retry_after_ms(error):
         trailing.append((RETRY_AFTER_KEY, str(retry_after_ms)))
-    await context.abort(grpc.StatusCode[error.status], error.message[:MAX_DETAILS_CHARS], tuple(trailing))
+    code = grpc.StatusCode.__members__.get(error.status, grpc.StatusCode.INTERNAL)
+    details = error.message.encode()[:MAX_DETAILS_BYTES].decode(errors="ignore")
+    await context.abort(code, details, tuple(trailing))
     raise AssertionError("abort always raises")
 
 

@@ -27,6 +27,10 @@ class Faulty(inference_pb2_grpc.InferenceServicer):
             raise CapacityError("queue is full", reason="QUEUE_FULL", retry_after_s=1.5)
         if request.request_id == "bug":
             raise KeyError("secret detail")
+        if request.request_id == "long":
+            raise RequestError("\N{GRINNING FACE}" * 10_000)
+        if request.request_id == "odd":
+            raise PdserveError("from a newer peer", status="NEW_STATUS", reason="ODD")
         if request.request_id == "peer":
             async with grpc.aio.insecure_channel(context_address(context)) as channel:
                 stub = inference_pb2_grpc.InferenceStub(channel)
@@ -78,6 +82,18 @@ def test_typed_errors_arrive_whole():
                 assert isinstance(error, CapacityError)
                 assert (error.status, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
                 assert (error.message, error.retry_after_s) == ("queue is full", 1.5)
+
+    asyncio.run(main())
+
+
+def test_long_messages_and_unknown_statuses_still_arrive():
+    async def main():
+        async with running() as (_, channel, _):
+            error = await get(channel, "long")
+            assert isinstance(error, RequestError)
+            assert set(error.message) == {"\N{GRINNING FACE}"}
+            error = await get(channel, "odd")
+            assert (error.status, error.reason) == ("INTERNAL", "ODD")
 
     asyncio.run(main())
 
