@@ -397,6 +397,10 @@ def test_a_router_that_does_not_read_is_cut_off():
             assert registry.get_sample_value("pdserve_sessions_cut_total", labels) == 1
             await good.send(submit=submit("b"))
             await handler.until(lambda: ("b", 1) in handler.submitted)
+            with pytest.raises(PdserveError) as raised:  # should it ever read again, it learns why
+                while True:
+                    await slow.receive()
+            assert raised.value.reason == "ROUTER_TOO_SLOW"
 
     asyncio.run(main())
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import grpc
@@ -28,7 +28,7 @@ from tests.support.waiting import eventually
 from tests.support.worker_client import fence, router_session
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 20
+DEADLINE_S = 60
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -213,9 +213,10 @@ def test_what_cannot_start_says_why_in_one_line(redis_url):
             ((f"redis://127.0.0.1:{free_port()}/0",), "loads", "no Redis at .*--redis-url"),
             ((redis_url,), "fails", "--model is wrong"),
         ]
-        for flags, loads, message in cases:
-            with process(*flags, loads=loads) as child:
+        with ExitStack() as stack:
+            children = [stack.enter_context(process(*flags, loads=loads)) for flags, loads, _ in cases]
+            for child, (_, _, message) in zip(children, cases, strict=True):
                 out, errors = child.communicate(timeout=DEADLINE_S)
-            assert (child.returncode, out) == (2, "")
-            assert re.search(message, errors)
-            assert errors.count("\n") == 1
+                assert (child.returncode, out) == (2, "")
+                assert re.search(message, errors)
+                assert errors.count("\n") == 1
