@@ -41,34 +41,32 @@ def _add_target(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--base-url", metavar="URL", help="server of --backend openai, e.g. http://127.0.0.1:8000")
     group.add_argument("--endpoint", default="/v1/completions", help="path on it (default: /v1/completions)")
     group.add_argument("--model", metavar="NAME", help="served model name; needed with --backend openai")
-    group.add_argument("--timeout-s", type=_positive(float), metavar="S", help="deadline of each request")
+    group.add_argument("--timeout-s", type=positive(float), metavar="S", help="deadline of each request")
 
 
 def _add_load(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--num-prompts", type=_positive(int), default=100, metavar="N", help="requests (default: 100)")
+    group.add_argument("--num-prompts", type=positive(int), default=100, metavar="N", help="requests (default: 100)")
     group.add_argument(
         "--request-rate",
-        type=_positive(float),
+        type=positive(float),
         metavar="R",
         help="mean arrivals per second; inf: all at once (default: inf, or the trace's own times)",
     )
     group.add_argument(
         "--burstiness",
-        type=_positive(float),
+        type=positive(float),
         default=1.0,
         metavar="X",
         help="gaps are gamma-distributed with this shape; 1: Poisson, less: burstier (default: 1)",
     )
-    group.add_argument("--max-concurrency", type=_positive(int), metavar="N", help="requests in flight at most")
+    group.add_argument("--max-concurrency", type=positive(int), metavar="N", help="requests in flight at most")
     group.add_argument("--seed", type=int, default=0, metavar="N", help="of arrivals, lengths and tokens (default: 0)")
 
 
 def _add_dataset(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--dataset-name", choices=("random", "trace"), default="random", help="(default: random)")
-    group.add_argument(
-        "--random-input-len", type=_positive(int), default=128, metavar="N", help="(default: 128 tokens)"
-    )
-    group.add_argument("--random-output-len", type=_positive(int), default=32, metavar="N", help="tokens (default: 32)")
+    group.add_argument("--random-input-len", type=positive(int), default=128, metavar="N", help="(default: 128 tokens)")
+    group.add_argument("--random-output-len", type=positive(int), default=32, metavar="N", help="tokens (default: 32)")
     group.add_argument(
         "--random-range-ratio", type=_fraction, default=0.0, metavar="X", help="lengths vary by this share (default: 0)"
     )
@@ -80,9 +78,9 @@ def _add_dataset(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="divide the trace's lengths by N and multiply its gaps by N (default: 1)",
     )
-    group.add_argument("--vocab-size", type=_positive(int), metavar="N", help="default: the model's; openai: 32000")
+    group.add_argument("--vocab-size", type=positive(int), metavar="N", help="default: the model's; openai: 32000")
     group.add_argument(
-        "--max-model-len", type=_positive(int), metavar="N", help="cut requests to this; default: the model's"
+        "--max-model-len", type=positive(int), metavar="N", help="cut requests to this; default: the model's"
     )
     group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="(default: 0, greedy)")
     group.add_argument(
@@ -109,7 +107,9 @@ def _add_report(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--result-filename", metavar="FILE", help="name of that file (default: from backend and date)")
 
 
-def _positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A type of argument: numbers greater than 0."""
+
     def parse(text: str) -> float:
         value = kind(text)
         if not value > 0:

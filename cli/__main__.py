@@ -63,7 +63,7 @@ def _run(command: str, argv: list[str]) -> int:
     except ModuleNotFoundError as e:
         if e.name is None or e.name.split(".")[0] == "pdserve":
             raise
-        extra = "bench" if command == "bench" else "server"
+        extra = "server,bench" if command == "bench" else "server"
         sys.stderr.write(
             f"pdserve {command}: the package '{e.name}' is missing; install it with: pip install 'pdserve[{extra}]'\n"
         )

@@ -14,6 +14,9 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 5000),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # A silent router (cut link, stopped process) is noticed while a request waits for it.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
     # Routers are peers, not web sites: a proxy of the environment is not meant for them.
     ("grpc.enable_http_proxy", 0),
     # Two clients in one process do not share a connection: closing one leaves the other alone.
