@@ -1,0 +1,178 @@
+"""Records in a real Valkey: compare-and-set, idempotency, ends, and a store that goes away."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from redis.asyncio import Redis
+
+from pdserve.core.clock import MonotonicClock
+from pdserve.core.errors import ConfigError, PdserveError, RequestError, UnavailableError, UnknownError
+from pdserve.core.telemetry import RouterMetrics
+from pdserve.router.record import PHASES, DuplicateRequestError, RecordChange, RequestRecord, RequestState
+from pdserve.router.request_store import RedisRequestStore, record_key
+from tests.support.redis_server import RedisServer, redis_process, redis_server
+
+S = RequestState
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RedisServer]:
+    with redis_process() as running:
+        yield running
+
+
+def run(url: str, test: Callable[[RedisRequestStore], Awaitable[None]], max_pending: int = 100) -> None:
+    async def main() -> None:
+        metrics = RouterMetrics(CollectorRegistry())
+        store = RedisRequestStore(url, MonotonicClock(), record_ttl_s=60, max_pending=max_pending, metrics=metrics)
+        try:
+            await store.start()
+            await test(store)
+        finally:
+            await store.close()
+
+    asyncio.run(main())
+
+
+_names = (f"request-{i}" for i in itertools.count())
+
+
+def record(request_id: str, digest: bytes = b"\x00\xff") -> RequestRecord:
+    return RequestRecord(
+        request_id=request_id,
+        owner="router-0",
+        model="m",
+        request_digest=digest,
+        prompt=b"\x01\x00\x00\x00",
+        sampling=b"\x80",
+        deadline_ms=7,
+    )
+
+
+def change(request_id: str, state: RequestState, attempt: int = 1, epoch: int = 1, **fields: str) -> RecordChange:
+    return RecordChange(request_id=request_id, attempt=attempt, owner_epoch=epoch, state=state, fields=fields)
+
+
+def test_a_whole_life(server: RedisServer) -> None:
+    name = next(_names)
+
+    async def test(store: RedisRequestStore) -> None:
+        await store.create(record(name))
+        assert await store.get(name) == record(name)
+        store.update(change(name, S.PLACED, prefill_worker="p0", decode_worker="d0"))
+        store.update(change(name, S.DECODING))
+        with pytest.raises(RequestError) as caught:
+            await store.delete(name)
+        assert caught.value.status == "FAILED_PRECONDITION"
+        store.update(change(name, S.FINISHED, finish_reason="stop", emitted_tokens="4"))
+        got = await store.get(name)
+        assert (got.state, got.emitted_tokens, got.decode_worker) == (S.FINISHED, 4, "d0")
+        redis = Redis.from_url(server.url)
+        assert 0 < await redis.ttl(record_key(name)) <= 60
+        await redis.aclose()
+        assert await store.delete(name)
+        assert not await store.delete(name)
+        with pytest.raises(UnknownError):
+            await store.get(name)
+
+    run(server.url, test)
+
+
+def test_same_id_again(server: RedisServer) -> None:
+    name = next(_names)
+
+    async def test(store: RedisRequestStore) -> None:
+        await store.create(record(name))
+        for digest, word in ((b"\x00\xff", "Attach"), (b"other", "different request")):
+            with pytest.raises(DuplicateRequestError, match=word):
+                await store.create(record(name, digest))
+
+    run(server.url, test)
+
+
+Step = tuple[RequestState, int, int]
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(list(S)), st.integers(1, 3), st.integers(1, 2)), max_size=8))
+def test_compare_and_set_against_the_rule(server: RedisServer, steps: list[Step]) -> None:
+    name = next(_names)
+
+    async def test(store: RedisRequestStore) -> None:
+        await store.create(record(name))
+        now: Step = (S.QUEUED, 1, 1)
+        for state, attempt, epoch in steps:
+            store.update(change(name, state, attempt, epoch))
+            if PHASES[now[0]] < 3 and epoch == 1 and (attempt, PHASES[state]) >= (now[1], PHASES[now[0]]):
+                now = (state, attempt, epoch)
+            got = await store.get(name)
+            assert (got.state, got.attempt, got.owner_epoch) == now
+
+    run(server.url, test)
+
+
+def test_changes_survive_an_outage_and_new_requests_fail_fast() -> None:
+    with redis_process() as server:
+
+        async def test(store: RedisRequestStore) -> None:
+            await store.create(record("a"))
+            server.stop()
+            with pytest.raises(UnavailableError) as caught:
+                await asyncio.wait_for(store.create(record("b")), 5)
+            assert caught.value.reason == "STORE_UNAVAILABLE"
+            store.update(change("a", S.PLACED, prefill_worker="p0"))
+            store.update(change("a", S.DECODING))
+            server.start()
+            async with asyncio.timeout(10):
+                while (await store.get("a")).state is not S.DECODING:
+                    pass
+            assert (await store.get("a")).prefill_worker == "p0"
+            await store.create(record("b"))
+
+        run(server.url, test)
+
+
+def test_pending_changes_are_bounded() -> None:
+    with redis_process() as server:
+
+        async def test(store: RedisRequestStore) -> None:
+            server.stop()
+            for i in range(200):
+                store.update(change(f"r{i}", S.PLACED))
+            assert store.num_dropped == 200 - 10
+
+        run(server.url, test, max_pending=10)
+
+
+def test_start_refuses_no_store_and_an_evicting_one() -> None:
+    async def nothing(store: RedisRequestStore) -> None:
+        return None
+
+    with pytest.raises(ConfigError, match=r"127\.0\.0\.1:1"):
+        run("redis://127.0.0.1:1/0", nothing)
+    with (
+        redis_server("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru") as url,
+        pytest.raises(ConfigError, match="allkeys-lru"),
+    ):
+        run(url, nothing)
+
+
+def test_foreign_value_is_a_typed_error(server: RedisServer) -> None:
+    name = next(_names)
+
+    async def test(store: RedisRequestStore) -> None:
+        redis = Redis.from_url(server.url)
+        await redis.set(record_key(name), "not a hash")
+        with pytest.raises(PdserveError):
+            await store.get(name)
+        await redis.delete(record_key(name))
+        await redis.aclose()
+
+    run(server.url, test)

@@ -1,0 +1,162 @@
+"""Which workers serve together, and what the router counts of them."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdserve.core.layout import KVLayout
+from pdserve.core.request import Role
+from pdserve.router.worker_table import (
+    Limits,
+    Listed,
+    WorkerFacts,
+    WorkerLoad,
+    WorkerTable,
+    can_pair,
+    incompatibilities,
+)
+
+MODEL = "m"
+
+
+def layout(page_size: int = 16) -> KVLayout:
+    return KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, page_size=page_size, dtype="float32")
+
+
+def facts(
+    worker_id: str,
+    role: Role,
+    *,
+    digest: bytes = b"a" * 32,
+    page_size: int = 16,
+    model: str = MODEL,
+    max_model_len: int = 128,
+    num_pages: int = 64,
+) -> WorkerFacts:
+    return WorkerFacts(
+        worker_id=worker_id,
+        role=role,
+        incarnation="1",
+        address=f"{worker_id}:1",
+        model=model,
+        identity_digest=digest,
+        layout=layout(page_size),
+        max_model_len=max_model_len,
+        vocab_size=100,
+        num_pages=num_pages,
+        max_num_seqs=8,
+    )
+
+
+def table(*workers: WorkerFacts) -> WorkerTable:
+    t = WorkerTable(MODEL)
+    for w in workers:
+        t.connected(w)
+    return t
+
+
+def state(t: WorkerTable, worker_id: str) -> str:
+    return next(r.state for r in t.rows() if r.worker_id == worker_id)
+
+
+def test_serving_pool_wins_over_bigger_one_that_cannot_serve() -> None:
+    odd = b"0" * 32
+    t = table(
+        facts("p0", Role.PREFILL),
+        facts("d0", Role.DECODE),
+        facts("d1", Role.DECODE, digest=odd),
+        facts("d2", Role.DECODE, digest=odd),
+        facts("d3", Role.DECODE, digest=odd),
+    )
+    assert state(t, "p0") == state(t, "d0") == "ready"
+    assert state(t, "d1").startswith("incompatible: identity digest")
+    assert [w.facts.worker_id for w in t.pool().decode] == ["d0"]
+
+
+def test_majority_and_then_the_smaller_digest_win() -> None:
+    mixed = [facts(f"m{i}", Role.MIXED, digest=bytes([d]) * 32) for i, d in enumerate([2, 2, 1])]
+    assert set(incompatibilities(MODEL, mixed)) == {"m2"}
+    assert set(incompatibilities(MODEL, mixed[1:])) == {"m1"}
+
+
+def test_other_model_is_named() -> None:
+    t = table(facts("p0", Role.PREFILL), facts("d0", Role.DECODE), facts("d1", Role.DECODE, model="other"))
+    assert "serves model 'other'" in state(t, "d1")
+
+
+def test_layout_that_fits_no_peer_is_named_and_never_paired() -> None:
+    t = table(facts("p0", Role.PREFILL), facts("d0", Role.DECODE), facts("d1", Role.DECODE, page_size=32))
+    assert "page_size differs" in state(t, "d1")
+    assert state(t, "p0") == state(t, "d0") == "ready"
+    assert not can_pair(facts("p0", Role.PREFILL), facts("d1", Role.DECODE, page_size=32))
+
+
+def test_registry_never_removes_a_live_worker() -> None:
+    t = table(facts("p0", Role.PREFILL))
+    t.set_listed([])
+    assert state(t, "p0") == "ready"
+    t.disconnected("p0")
+    assert t.rows() == []
+    t.set_listed([Listed(worker_id="p0", role=Role.PREFILL, incarnation="2", address="x:1")])
+    assert state(t, "p0") == "connecting"
+
+
+def test_draining_worker_takes_nothing_new() -> None:
+    t = table(facts("p0", Role.PREFILL), facts("d0", Role.DECODE))
+    assert t.set_draining("p0", True)
+    assert not t.set_draining("p0", True)
+    assert state(t, "p0") == "draining"
+    assert t.pool().prefill == ()
+    assert "no prefill worker is ready" in t.missing()
+    assert "p0 is draining" in t.missing()
+
+
+def test_limits_are_what_every_compatible_worker_accepts() -> None:
+    t = WorkerTable(MODEL)
+    assert t.limits() is None
+    t.connected(facts("p0", Role.PREFILL, max_model_len=128))
+    t.connected(facts("d0", Role.DECODE, max_model_len=64))
+    t.connected(facts("d1", Role.DECODE, max_model_len=8, model="other"))
+    assert t.limits() == Limits(64, 100)
+
+
+def test_own_counts_stand_in_for_an_old_report() -> None:
+    t = table(facts("p0", Role.PREFILL))
+    t.placed("p0", "r/1", 50)
+    t.placed("p0", "s/1", 30)
+    worker = t.live("p0")
+    assert worker is not None
+    assert (worker.pending_prefill_tokens, worker.num_sequences) == (80, 2)
+    t.loaded("p0", WorkerLoad(num_running=5, num_pending_prefill_tokens=200))
+    assert (worker.pending_prefill_tokens, worker.num_sequences) == (200, 5)
+    t.loaded("p0", WorkerLoad())
+    t.computed("p0", "r/1")
+    t.released("p0", "s/1")
+    t.released("p0", "never-placed")
+    assert (worker.pending_prefill_tokens, worker.num_sequences) == (0, 1)
+
+
+worker = st.builds(
+    facts,
+    st.sampled_from([f"w{i}" for i in range(8)]),
+    st.sampled_from(list(Role)),
+    digest=st.sampled_from([b"a" * 32, b"b" * 32]),
+    page_size=st.sampled_from([16, 32]),
+    model=st.sampled_from([MODEL, MODEL, "other"]),
+)
+
+
+@given(st.lists(worker, unique_by=lambda f: f.worker_id).flatmap(lambda w: st.tuples(st.just(w), st.permutations(w))))
+def test_one_pool_whatever_the_order(orders: tuple[list[WorkerFacts], list[WorkerFacts]]) -> None:
+    workers, shuffled = orders
+    faults = incompatibilities(MODEL, workers)
+    assert incompatibilities(MODEL, shuffled).keys() == faults.keys()
+    good = [f for f in workers if f.worker_id not in faults]
+    assert len({f.identity_digest for f in good}) <= 1
+    assert all(f.model == MODEL for f in good)
+    prefills = [f for f in good if f.role is Role.PREFILL]
+    decodes = [f for f in good if f.role is Role.DECODE]
+    if prefills and decodes:  # nobody is left without a partner
+        assert all(any(can_pair(p, d) for d in decodes) for p in prefills)
+        assert all(any(can_pair(p, d) for p in prefills) for d in decodes)
