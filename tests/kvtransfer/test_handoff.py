@@ -155,7 +155,7 @@ def successors(w: World) -> Iterator[World]:
 def key(w: World) -> World:
     """Equal for worlds that differ only in counters and times that decide nothing."""
     sink = replace(w.sink, num_late=0, num_bytes=0, first_pull_s=None, last_pull_s=None, manifest_s=None, reason="")
-    to_sink, to_source = tuple(sorted(w.to_sink, key=repr)), tuple(sorted(w.to_source, key=repr))
+    to_sink, to_source = tuple(sorted(w.to_sink, key=hash)), tuple(sorted(w.to_source, key=hash))
     source = replace(w.source, num_late=0, reason="")
     return replace(w, source=source, sink=sink, to_sink=to_sink, to_source=to_source)
 
@@ -180,7 +180,7 @@ def check(w: World) -> None:
     assert end.freed and end.resolved
 
 
-@pytest.mark.parametrize(("num_cached", "depth"), [(0, 8), (1, 30)])  # with one page to pull: to exhaustion
+@pytest.mark.parametrize(("num_cached", "depth"), [(0, 7), (1, 30)])  # with one page to pull: to exhaustion
 def test_every_interleaving_keeps_the_invariants(num_cached: int, depth: int) -> None:
     seen = {key(begin(num_cached))}
     frontier, ends = list(seen), set()
@@ -241,7 +241,7 @@ def test_a_wrong_manifest_never_completes(wrong: h.ManifestFacts) -> None:
 
 
 def test_a_lease_is_extended_and_never_shortened() -> None:
-    transfer = SourceTransfer(0, LEASE_S)
+    transfer = SourceTransfer(num_pages=0, lease_s=2.0)
     transfer, _ = h.on_source(transfer, h.Renewed(), 50.0)
     assert transfer.lease_expires_s is None, "the clock starts when the prompt is computed"
     transfer, _ = h.on_source(transfer, h.Computed(replace(MANIFEST, num_pages=0)), 100.0)

@@ -220,16 +220,28 @@ def test_decode_keeps_the_lease_of_a_slow_pull_alive() -> None:
 
 def test_ten_thousand_unknown_ids_stay_bounded() -> None:
     async def body() -> None:
-        async with world(max_pending_opens=100) as w:
-            incoming = [w.start(f"u{i}", 1) for i in range(10_000)]
-            ended = await asyncio.gather(*(t.result() for t in incoming[100:]), return_exceptions=True)
-            assert all(isinstance(e, TransferError) and e.reason == "UNKNOWN_TRANSFER" for e in ended)
+        async with world(max_pending_opens=100) as w, grpc.aio.insecure_channel(w.peer.address) as channel:
+            call = KvTransferStub(channel).Control()  # type: ignore[no-untyped-call]
+            await call.write(pb.ControlRequest(hello=hello()))
+
+            async def flood() -> None:
+                for i in range(10_000):
+                    await call.write(pb.ControlRequest(open=pb.OpenTransfer(transfer_id=f"u{i}")))
+                unknown = [f"v{i}" for i in range(10_000)]
+                await call.write(pb.ControlRequest(renew=pb.RenewTransfers(transfer_ids=unknown)))
+
+            flooding = asyncio.create_task(flood())
+            refused = []
+            while len(refused) < 9_900:
+                message = await call.read()
+                if message.WhichOneof("message") == "closed":
+                    assert message.closed.reason == "UNKNOWN_TRANSFER"
+                    refused.append(message.closed.transfer_id)
+            await flooding
+            assert refused == [f"u{i}" for i in range(100, 10_000)]
             assert w.server.num_leases == 0
-            w.server.offer("u7", 1)  # one of those that wait is served after all
-            w.server.pages_ready("u7", 0, [Ref(3)])
-            w.complete("u7", 1)
-            await incoming[7].result()
-            assert w.decode.page(0) == w.prefill.page(3)
+            w.server.offer("u7", 1)  # one of the hundred that wait is served after all
+            assert w.listener.opened == ["u7"]
 
     run(body())
 

@@ -118,13 +118,13 @@ async def world(
     *,
     layout: KVLayout = SMALL,
     num_pages: int = 16,
-    sink: PageSink | None = None,
     decode_digest: bytes = DIGEST,
     decode_layout: KVLayout | None = None,
     expected_incarnation: str = INCARNATION,
     lease_s: float = 10.0,
     sink_of: Callable[[KvPool], PageSink] | None = None,
     source_of: Callable[[KvPool], PageSource] | None = None,
+    peer_timeout_s: float = 3.0,
     **server_options: Any,
 ) -> AsyncIterator[World]:
     prefill, decode = KvPool(layout, num_pages), KvPool(layout, num_pages)
@@ -155,6 +155,7 @@ async def world(
         layout=decode_layout or layout,
         sink=used_sink,
         clock=MonotonicClock(),
+        peer_timeout_s=peer_timeout_s,
     )
     peer = TransferPeer("prefill-0", f"127.0.0.1:{port}", expected_incarnation)
     try:
