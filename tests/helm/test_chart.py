@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from pdserve.core.config import ServiceConfig, WorkerConfig, load
+from pdserve.decode_service.__main__ import RoleConfig
 from pdserve.engine.config import EngineConfig
-from pdserve.router.config import RouterConfig
+from pdserve.router.config import RouterConfig, RouterServiceConfig
 from tests.helm.chart import (
     CHART,
     HELM_VERSIONS,
@@ -29,6 +30,11 @@ from tests.helm.chart import (
 )
 
 KUBERNETES = "1.37"
+CONFIGS: dict[str, tuple[type, ...]] = {
+    "router": (RouterServiceConfig, RouterConfig),
+    "prefill": (ServiceConfig, WorkerConfig, EngineConfig),
+    "decode": (ServiceConfig, WorkerConfig, EngineConfig, RoleConfig),
+}
 FIELDS = {"status.podIP": "10.0.0.7", "metadata.name": "release-pdserve-decode-0"}
 every_version = pytest.mark.parametrize("version", HELM_VERSIONS)
 every_values = pytest.mark.parametrize("values", VALUES.values(), ids=VALUES.keys())
@@ -103,12 +109,6 @@ def test_combinations_that_cannot_work_are_refused(settings: list[str], word: st
 @every_values
 def test_command_lines_and_environment_are_understood(values: Path | None) -> None:
     """Flags go through the real parsers; variables named PDSERVE_* are options that exist."""
-    common = {"Service": ServiceConfig}
-    sections = {
-        "router": {**common, "Router": RouterConfig},
-        "prefill": {**common, "Worker": WorkerConfig, "Engine": EngineConfig},
-        "decode": {**common, "Worker": WorkerConfig, "Engine": EngineConfig},
-    }
     seen = set()
     for component, spec in pod_specs(render(values)):
         if component not in SERVICES:
@@ -117,21 +117,20 @@ def test_command_lines_and_environment_are_understood(values: Path | None) -> No
         container = spec["containers"][0]
         command, *flags = container["args"]
         assert command == component
-        roles = [flag for flag in flags if flag.startswith("--role=")]
-        assert len(roles) == (1 if component == "decode" else 0)
         environ = environment(container, FIELDS)
-        configs = load(f"pdserve {command}", "", sections[command], [f for f in flags if f not in roles], environ)
-        fields = {name for config in configs for name in vars(config)}
+        sections = {cls.__name__: cls for cls in CONFIGS[component]}
+        options = {k: v for config in load(command, "", sections, flags, environ) for k, v in vars(config).items()}
         variables = {name.removeprefix("PDSERVE_").lower() for name in environ if name.startswith("PDSERVE_")}
-        assert variables - fields == {"cache"}
-        service = configs[0]
+        assert variables - set(options) == {"cache"}
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
-        assert (service.host, service.port, service.metrics_port) == ("0.0.0.0", ports["grpc"], ports["metrics"])
-        assert service.advertise_address == f"10.0.0.7:{ports['grpc']}"
+        listening = (options["host"], options["port"], options["metrics_port"])
+        assert listening == ("0.0.0.0", ports["grpc"], ports["metrics"])
+        assert options["advertise_address"] == f"10.0.0.7:{ports['grpc']}"
         if component == "prefill":
-            assert configs[1].data_port == ports["data"]
-            assert configs[1].advertise_data_address == f"10.0.0.7:{ports['data']}"
-        assert spec["terminationGracePeriodSeconds"] > service.drain_grace_s + WorkerConfig().kv_lease_s
+            assert options["data_port"] == ports["data"]
+            assert options["advertise_data_address"] == f"10.0.0.7:{ports['data']}"
+        lease_s = options.get("kv_lease_s", 0)
+        assert spec["terminationGracePeriodSeconds"] > options["drain_grace_s"] + lease_s
     assert seen == {c for c, _ in workloads(render(values))} - {"redis"}
 
 

@@ -17,7 +17,13 @@ PACKAGES = (
     "bench", "cli", "client", "core", "decode_service", "engine", "kernels", "kvtransfer", "prefill_service", "router",
 )  # fmt: skip
 MAX_LINES = 500
-CONFIG_MODULES = ("pdserve.core.config", "pdserve.engine.config", "pdserve.router.config", "pdserve.cli.up")
+CONFIG_MODULES = (
+    "pdserve.cli.up",
+    "pdserve.core.config",
+    "pdserve.decode_service.__main__",
+    "pdserve.engine.config",
+    "pdserve.router.config",
+)
 
 
 @pytest.mark.parametrize("name", PACKAGES)
