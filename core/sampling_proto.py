@@ -22,7 +22,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     for f in fields(SamplingParams):
         if f.name in _LISTS:
             values[f.name] = tuple(getattr(message, f.name))
-        elif f.name not in _MESSAGES and message.HasField(f.name):  # type: ignore[arg-type]
+        elif f.name not in _MESSAGES and message.HasField(f.name):
             value = getattr(message, f.name)
             values[f.name] = _shortest(value) if isinstance(value, float) else value
     if message.logit_bias:

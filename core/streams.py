@@ -6,13 +6,16 @@ nothing of it any more (it ended, failed, or is being aborted). Event loop only.
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.output_stage import OutputState
 from pdserve.core.request import Request
 from pdserve.core.session import RouterSession, refusal
+from pdserve.core.telemetry import WorkerMetrics
+from pdserve.core.worker_app import LoadedWorker, WorkerContext
 from pdserve.v1 import worker_pb2
 
 
@@ -71,6 +74,8 @@ class StreamTable(Generic[S]):
         self._by_key: dict[str, S] = {}
         self._by_transfer: dict[str, S] = {}
         self._by_request: dict[str, list[S]] = {}
+        self._empty = asyncio.Event()
+        self._empty.set()
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -79,9 +84,10 @@ class StreamTable(Generic[S]):
         """Adds a stream whose key is new."""
         assert stream.key not in self._by_key, stream.key
         self._by_key[stream.key] = stream
+        self._empty.clear()
         self._by_request.setdefault(stream.submit.fence.request_id, []).append(stream)
         if stream.submit.transfer_id:
-            self._by_transfer[stream.submit.transfer_id] = stream
+            self._by_transfer.setdefault(stream.submit.transfer_id, stream)
 
     def remove(self, stream: S) -> None:
         """Forgets a stream. Idempotent."""
@@ -93,6 +99,12 @@ class StreamTable(Generic[S]):
         same.remove(stream)
         if not same:
             del self._by_request[stream.submit.fence.request_id]
+        if not self._by_key:
+            self._empty.set()
+
+    async def wait_empty(self) -> None:
+        """Waits until no stream lives; the caller sets the limit."""
+        await self._empty.wait()
 
     def get(self, key: str) -> S | None:
         """The stream with this engine key."""
@@ -115,6 +127,62 @@ class StreamTable(Generic[S]):
         return list(self._by_key.values())
 
 
+def welcome_message(context: WorkerContext, loaded: LoadedWorker, page_size: int) -> worker_pb2.Welcome:
+    """What a worker says of itself to every router."""
+    return worker_pb2.Welcome(
+        worker_id=context.worker_id,
+        role=f"ROLE_{context.role.name}",
+        incarnation=context.incarnation,
+        identity_digest=loaded.identity_digest,
+        model=loaded.model,
+        max_model_len=loaded.max_model_len,
+        vocab_size=loaded.vocab_size,
+        layout=loaded.layout,
+        num_pages=loaded.num_pages,
+        page_size=page_size,
+        max_num_seqs=loaded.max_num_seqs,
+    )
+
+
+class Load(Protocol):
+    """An engine's load; see `engine.step.EngineLoad`."""
+
+    @property
+    def num_running(self) -> int:
+        """Sequences running."""
+        ...
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences waiting."""
+        ...
+
+    @property
+    def num_free_pages(self) -> int:
+        """Pages free or evictable."""
+        ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+        ...
+
+    @property
+    def num_pending_prefill_tokens(self) -> int:
+        """Tokens known but not computed."""
+        ...
+
+
+def load_message(load: Load) -> worker_pb2.Load:
+    """Load as a message."""
+    return worker_pb2.Load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_pages=load.num_free_pages,
+        num_pending_prefill_tokens=load.num_pending_prefill_tokens,
+    )
+
+
 class StepBatch:
     """Collects what one engine step gave, so that each router gets one message."""
 
@@ -125,8 +193,21 @@ class StepBatch:
         """Adds the news of one sequence."""
         self._by_session.setdefault(session, []).append(output)
 
-    def send(self, step: int, load: worker_pb2.Load) -> None:
+    def send(self, step: int, load: Load) -> None:
         """Sends one StepOutputs to each router that has news."""
         for session, outputs in self._by_session.items():
-            message = worker_pb2.StepOutputs(step=step, outputs=outputs, load=load)
+            message = worker_pb2.StepOutputs(step=step, outputs=outputs, load=load_message(load))
             session.send(worker_pb2.SessionResponse(step_outputs=message))
+
+
+def observe_step(metrics: WorkerMetrics, load: Load, num_tokens: int, duration_s: float) -> None:
+    """Updates the engine's metrics after a step."""
+    if num_tokens:
+        metrics.observe_step(duration_s=duration_s, num_tokens=num_tokens)
+    metrics.observe_load(
+        num_running=load.num_running,
+        num_waiting=load.num_waiting,
+        num_free_pages=load.num_free_pages,
+        num_pages=load.num_pages,
+        num_pending_tokens=load.num_pending_prefill_tokens,
+    )

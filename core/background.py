@@ -1,0 +1,49 @@
+"""Background tasks of a worker's service: owned, ended together; one that fails ends the process with its reason."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from pdserve.core.errors import PdserveError
+
+_log = logging.getLogger(__name__)
+
+
+class Background:
+    """Owner of tasks.
+
+    Args:
+        fail: Told of a task that raised.
+    """
+
+    def __init__(self, fail: Callable[[PdserveError], None]) -> None:
+        self._fail = fail
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Starts a task."""
+        task = asyncio.get_running_loop().create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._on_done)
+
+    async def wait(self) -> None:
+        """Waits until all tasks have ended."""
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def cancel(self) -> None:
+        """Ends all tasks. Idempotent."""
+        for task in list(self._tasks):
+            task.cancel()
+        await self.wait()
+
+    def _on_done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if task.cancelled() or (error := task.exception()) is None:
+            return
+        if not isinstance(error, PdserveError):
+            _log.error("task %s failed", task.get_name(), exc_info=error)
+            error = PdserveError(f"internal error in {task.get_name()}: {type(error).__name__}: {error}")
+        self._fail(error)

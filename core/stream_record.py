@@ -1,0 +1,198 @@
+"""StreamRecord: where the time of one attempt went on this worker. Durations for the router, metrics, and spans.
+
+arrival --queue--> first step --prefill--> token --...            computed here (prefill, mixed)
+arrival --queue--> reserved --kv_transfer--> first decode step --decode--> end
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from pdserve.core.errors import PdserveError
+from pdserve.core.telemetry import WorkerMetrics
+from pdserve.core.tracing import (
+    ATTEMPT,
+    COMMITTED,
+    DECODE,
+    FINISHED,
+    FIRST_TOKEN,
+    HIDDEN_S,
+    KV_TRANSFER,
+    NUM_BYTES,
+    NUM_PAGES,
+    PREFILL,
+    QUEUE,
+    REQUEST_ID,
+    SCHEDULED,
+    TRANSFER_ID,
+    WATERMARK,
+    AttributeValue,
+    SpanEvent,
+    Tracing,
+)
+from pdserve.v1 import common_pb2, worker_pb2
+
+
+class TransferFacts(Protocol):
+    """What a complete transfer says of itself; see `kvtransfer.control_client.TransferResult`."""
+
+    @property
+    def bytes_on_wire(self) -> int:
+        """Bytes of the data plane."""
+        ...
+
+    @property
+    def transfer_s(self) -> float:
+        """First byte asked to last page verified, seconds."""
+        ...
+
+    @property
+    def hidden_s(self) -> float:
+        """Part of it before the manifest came, seconds."""
+        ...
+
+    @property
+    def num_pages(self) -> int:
+        """Pages pulled."""
+        ...
+
+
+class StreamRecord:
+    """Times of one attempt.
+
+    Args:
+        metrics: Of this process.
+        tracing: Of this process.
+        submit: What the router asked.
+        arrival_s: When; monotonic seconds, as all times here.
+    """
+
+    def __init__(self, metrics: WorkerMetrics, tracing: Tracing, submit: worker_pb2.Submit, arrival_s: float) -> None:
+        self._metrics, self._tracing, self._traceparent = metrics, tracing, submit.traceparent
+        self._attributes: dict[str, AttributeValue] = {
+            REQUEST_ID: submit.fence.request_id,
+            ATTEMPT: submit.fence.attempt,
+        }
+        if submit.transfer_id:
+            self._attributes[TRANSFER_ID] = submit.transfer_id
+        self._prefills = submit.part != common_pb2.ROLE_DECODE
+        self._decodes = submit.part != common_pb2.ROLE_PREFILL
+        self._arrival_s = self._decode_began_s = self._last_s = arrival_s
+        self._started_s: float | None = None
+        self._first_s: float | None = None
+        self._transfer_began_s: float | None = None
+        self._num_tokens = 0
+        self._prefill_events: list[SpanEvent] = []
+        self.timings = common_pb2.Timings()
+        metrics.prompt_tokens.inc(len(submit.prompt_token_ids))
+
+    def started(self, at: float) -> None:
+        """The first step of the prompt began."""
+        if self._started_s is None:
+            self._started_s = at
+            self._end_queue(at, SCHEDULED)
+
+    def reserved(self, now: float) -> None:
+        """Pages are set aside; the transfer opens."""
+        self._end_queue(now, SCHEDULED)
+        self._transfer_began_s = now
+
+    def transferred(self, result: TransferFacts, now: float) -> None:
+        """The transfer is complete."""
+        self.timings.transfer_s = result.transfer_s
+        self.timings.transfer_hidden_s = result.hidden_s
+        self.timings.transfer_bytes = result.bytes_on_wire
+        self._metrics.kv_transfers.labels("complete", "").inc()
+        self._metrics.kv_bytes.inc(result.bytes_on_wire)
+        self._metrics.kv_seconds.observe(result.transfer_s)
+        self._metrics.kv_hidden_seconds.observe(result.hidden_s)
+        facts: dict[str, AttributeValue] = {
+            NUM_PAGES: result.num_pages,
+            NUM_BYTES: result.bytes_on_wire,
+            HIDDEN_S: result.hidden_s,
+        }
+        began, self._transfer_began_s = self._transfer_began_s or now, None
+        self._span(KV_TRANSFER, began, now, events=[SpanEvent(COMMITTED, now)], more=facts)
+
+    def transfer_failed(self, error: PdserveError, now: float, *, aborted: bool) -> None:
+        """The transfer did not complete."""
+        self._metrics.kv_transfers.labels("aborted" if aborted else "failed", error.reason).inc()
+        began, self._transfer_began_s = self._transfer_began_s or now, None
+        self._span(KV_TRANSFER, began, now, error=error)
+
+    def sampled(self, num_tokens: int, step_began: float, now: float) -> None:
+        """A step gave tokens."""
+        self._metrics.generation_tokens.inc(num_tokens)
+        self._num_tokens += num_tokens
+        if self._first_s is not None:
+            self._metrics.itl_seconds.observe(now - self._last_s)
+        else:
+            self._first_s = now
+            self._decode_began_s = now if self._prefills else step_began
+            if self._prefills:
+                self._end_prefill(now)
+        self._last_s = now
+
+    def watermark(self, num_pages: int, now: float) -> None:
+        """So many more pages of the prompt may be pulled."""
+        self._prefill_events.append(SpanEvent(WATERMARK, now, {NUM_PAGES: num_pages}))
+
+    def finished(self, reason: str, now: float) -> None:
+        """The stream ended properly here: "stop", "length", or "handoff" once the manifest is out."""
+        self._metrics.requests.labels(reason, "").inc()
+        if not self._decodes:
+            self._prefill_span(now)
+            return
+        assert self._first_s is not None
+        self._metrics.e2e_seconds.observe(now - self._arrival_s)
+        if self._num_tokens > 1:
+            self._metrics.tpot_seconds.observe((self._last_s - self._first_s) / (self._num_tokens - 1))
+        if not self._prefills or self._num_tokens > 1:
+            self.timings.decode_s = now - self._decode_began_s
+            self._metrics.decode_seconds.observe(self.timings.decode_s)
+            self._span(DECODE, self._decode_began_s, now, events=[SpanEvent(FINISHED, now)])
+
+    def failed(self, error: PdserveError, now: float) -> None:
+        """The stream ended with an error, or was cancelled."""
+        cancelled = error.status == "CANCELLED"
+        self._metrics.requests.labels("cancelled" if cancelled else "failed", error.reason).inc()
+        if self._transfer_began_s is not None:
+            return  # the transfer's span tells it
+        if self._first_s is not None and self._decodes:
+            self._span(DECODE, self._decode_began_s, now, error=error)
+        elif self._started_s is not None:
+            self._prefill_span(now, error)
+        elif self._prefills:
+            self._span(QUEUE, self._arrival_s, now, error=error)
+
+    def _end_queue(self, at: float, event: str) -> None:
+        self.timings.queue_s = at - self._arrival_s
+        self._metrics.queue_seconds.observe(self.timings.queue_s)
+        self._span(QUEUE, self._arrival_s, at, events=[SpanEvent(event, at)])
+
+    def _end_prefill(self, now: float) -> None:
+        self.timings.prefill_s = now - (self._arrival_s if self._started_s is None else self._started_s)
+        self._metrics.prefill_seconds.observe(self.timings.prefill_s)
+        self._metrics.ttft_seconds.observe(now - self._arrival_s)
+        self._prefill_events.append(SpanEvent(FIRST_TOKEN, now))
+        if self._decodes:
+            self._prefill_span(now)
+
+    def _prefill_span(self, now: float, error: PdserveError | None = None) -> None:
+        start_s = self._arrival_s if self._started_s is None else self._started_s
+        self._span(PREFILL, start_s, self._first_s or now, events=self._prefill_events, error=error)
+
+    def _span(
+        self,
+        name: str,
+        start_s: float,
+        end_s: float,
+        *,
+        events: list[SpanEvent] | None = None,
+        error: PdserveError | None = None,
+        more: dict[str, AttributeValue] | None = None,
+    ) -> None:
+        attributes = {**self._attributes, **(more or {})}
+        self._tracing.record(
+            name, self._traceparent, start_s, end_s, attributes=attributes, events=events or (), error=error
+        )

@@ -1,0 +1,305 @@
+"""Decode: reserves pages, pulls KV into them, generates, and streams. A MIXED submission is computed here as a whole.
+
+Life of a stream here, and who says so:
+
+    Submit          -> DECODE: Reserve;  MIXED: Add                                     (router)
+    Reserved        -> the router hears it; the transfer opens                          (engine)
+    result          -> Activate with prefill's token; or Abort if it ended or failed    (transfer client)
+    TokensSampled   -> text, stop strings; one StepOutputs per step and router          (engine)
+    SequenceAborted -> no page is held: Aborted                                         (engine)
+
+Fence, then free: while a transfer runs only its `result` (nothing writes any more) lets the engine free the pages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pdserve.core.clock import Clock
+from pdserve.core.errors import CancelledError, EngineError, PdserveError, TransferError
+from pdserve.core.output_stage import OutputState
+from pdserve.core.session import RouterSession
+from pdserve.core.stream_record import StreamRecord
+from pdserve.core.streams import StepBatch, Stream, StreamTable, load_message, observe_step, send_aborted
+from pdserve.core.submission import ModelLimits, check_part, read_request, sequence_key
+from pdserve.core.telemetry import WorkerMetrics
+from pdserve.core.tokenizer import Tokenizer
+from pdserve.core.tracing import Tracing
+from pdserve.engine.async_engine import AsyncEngine
+from pdserve.engine.step import (
+    Abort,
+    Activate,
+    Add,
+    Command,
+    Event,
+    PrefillStarted,
+    ReservationRefused,
+    Reserve,
+    Reserved,
+    SequenceAborted,
+    SequenceFailed,
+    StepEvents,
+    TokensSampled,
+)
+from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, TransferPeer
+from pdserve.v1 import common_pb2, worker_pb2
+
+PARTS = (common_pb2.ROLE_DECODE, common_pb2.ROLE_MIXED)
+
+
+@dataclass(eq=False, kw_only=True)
+class DecodeStream(Stream):
+    """One output.
+
+    Attributes:
+        record: Where its time went.
+        transfer: Set while pages may still be written.
+    """
+
+    record: StreamRecord
+    transfer: IncomingTransfer | None = None
+
+
+class DecodeService:
+    """SessionHandler of a decode or mixed worker.
+
+    Args:
+        engine: Started by the caller.
+        transfers: Closed by the caller.
+        welcome: First message to routers.
+        limits: What prompts are checked against.
+        tokenizer: For the text.
+        clock: Time.
+        metrics: Of this process.
+        tracing: Of this process.
+        reserve_wait_s: Time that a reservation waits for pages, seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        engine: AsyncEngine,
+        transfers: TransferClient,
+        welcome: worker_pb2.Welcome,
+        limits: ModelLimits,
+        tokenizer: Tokenizer,
+        clock: Clock,
+        metrics: WorkerMetrics,
+        tracing: Tracing,
+        reserve_wait_s: float,
+    ) -> None:
+        self._engine, self._transfers, self._welcome, self._limits = engine, transfers, welcome, limits
+        self._tokenizer, self._clock, self._metrics, self._tracing = tokenizer, clock, metrics, tracing
+        self._reserve_wait_s = reserve_wait_s
+        self._streams: StreamTable[DecodeStream] = StreamTable()
+        self._tasks = asyncio.TaskGroup()
+        self._failure: EngineError | None = None
+
+    async def drain(self) -> None:
+        """Waits until nothing of any attempt is left; the caller sets the limit."""
+        await self._streams.wait_empty()
+
+    # ---- from the router ------------------------------------------------------------
+
+    def welcome(self) -> worker_pb2.Welcome:
+        """See `SessionHandler`."""
+        return self._welcome
+
+    def load(self) -> worker_pb2.Load:
+        """See `SessionHandler`."""
+        return load_message(self._engine.load())
+
+    def submit(self, session: RouterSession, message: worker_pb2.Submit) -> None:
+        """See `SessionHandler`."""
+        if self._failure is not None:
+            raise self._failure
+        check_part(message, PARTS, self._welcome.incarnation)
+        now = self._clock.now()
+        request = read_request(message, self._limits, now)
+        for older in self._streams.of_request(message.fence.request_id, message.fence.attempt - 1):
+            self._end(older)
+        output = OutputState(message.fence, self._tokenizer, request.sampling, len(request.prompt_token_ids))
+        output.skip(request.emitted_token_ids)
+        mixed = message.part == common_pb2.ROLE_MIXED
+        self._engine.send(Add(request) if mixed else Reserve(request, now + self._reserve_wait_s))
+        record = StreamRecord(self._metrics, self._tracing, message, now)
+        self._streams.add(DecodeStream(submit=message, request=request, session=session, output=output, record=record))
+
+    def abort(self, session: RouterSession, message: worker_pb2.Abort) -> None:
+        """See `SessionHandler`."""
+        stream = self._streams.get(sequence_key(message.fence))
+        if stream is None:
+            send_aborted(session, message, known=False)
+        else:
+            stream.abort_answers.append(session)
+        for live in self._streams.of_request(message.fence.request_id, message.fence.attempt):
+            self._end(live)
+
+    def renew(self, session: RouterSession, transfer_ids: Sequence[str]) -> None:
+        """See `SessionHandler`; a decode worker has no leases."""
+
+    def session_ended(self, session: RouterSession) -> None:
+        """See `SessionHandler`."""
+        for stream in self._streams.of_session(session):
+            self._end(stream)
+
+    # ---- from the engine ------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Handles the engine's events until it stops or dies; then every stream ends with the reason."""
+        async with self._tasks:
+            try:
+                async for events in self._engine.outputs():
+                    self._on_step(events)
+            except EngineError as e:
+                self._failure = e
+            for stream in self._streams.all():
+                if self._failure is not None:
+                    self._fail(stream, self._failure)
+                if stream.transfer is not None:
+                    self._tasks.create_task(stream.transfer.abort("ENGINE_FAILED"))
+        for stream in self._streams.all():
+            stream.answer_aborted(known=True)
+            self._streams.remove(stream)
+        if self._failure is not None:
+            raise self._failure
+
+    def _on_step(self, step: StepEvents) -> None:
+        batch, now = StepBatch(), self._clock.now()
+        for event in step.events:
+            if stream := self._streams.get(event.key):
+                self._on_event(stream, event, batch, now, now - step.duration_s)
+        batch.send(step.step, step.load)
+        observe_step(self._metrics, step.load, step.num_tokens, step.duration_s)
+        self._metrics.reservations.set(self._transfers.num_open)
+
+    def _on_event(self, stream: DecodeStream, event: Event, batch: StepBatch, now: float, step_began: float) -> None:
+        match event:
+            case TokensSampled():
+                if not stream.silent:
+                    self._on_tokens(stream, event, batch, now, step_began)
+            case PrefillStarted():
+                stream.record.started(step_began)
+            case Reserved():
+                self._on_reserved(stream, event)
+            case ReservationRefused():
+                self._on_refused(stream, event)
+            case SequenceAborted():
+                stream.answer_aborted(event.known)
+                self._streams.remove(stream)
+            case SequenceFailed():
+                self._fail(stream, PdserveError(event.message, reason=event.reason, status=event.status))
+                self._end(stream)
+
+    # ---- reservation and transfer ------------------------------------------------------------
+
+    def _on_reserved(self, stream: DecodeStream, event: Reserved) -> None:
+        if stream.ending:
+            return
+        stream.record.reserved(self._clock.now())
+        self._send_reservation(stream, True, num_cached_pages=event.num_cached_pages)
+        peer = stream.submit.prefill
+        try:
+            stream.transfer = self._transfers.start(
+                stream.submit.transfer_id,
+                TransferPeer(peer.worker_id, peer.address, peer.incarnation),
+                num_cached_pages=event.num_cached_pages,
+                destinations=[page.page_id for page in event.pages],
+                expected_num_tokens=len(stream.request.prompt_token_ids) + len(stream.request.emitted_token_ids),
+                expected_digest=stream.submit.prompt_digest,
+                request_id=stream.submit.fence.request_id,
+            )
+        except TransferError as e:
+            self._fail(stream, e)
+            self._end(stream)
+        else:
+            self._tasks.create_task(self._receive(stream, stream.transfer))
+
+    def _on_refused(self, stream: DecodeStream, event: ReservationRefused) -> None:
+        self._metrics.refused_reservations.inc()
+        if not stream.ending:
+            self._send_reservation(stream, False, retry_after_ms=round((event.retry_after_s or 0) * 1000))
+            self._streams.remove(stream)
+
+    def _send_reservation(self, stream: DecodeStream, reserved: bool, **facts: int) -> None:
+        message = worker_pb2.ReservationResult(
+            fence=stream.submit.fence, reservation_id=stream.submit.reservation_id, **facts, reserved=reserved
+        )
+        stream.session.send(worker_pb2.SessionResponse(reservation=message))
+
+    async def _receive(self, stream: DecodeStream, transfer: IncomingTransfer) -> None:
+        """Waits until nothing writes the pages any more; then they are VALID or freed."""
+        try:
+            result = await transfer.result()
+            if not result.finished and result.index != stream.output.num_tokens:
+                message = f"prefill sent output index {result.index}; {stream.output.num_tokens} was expected"
+                raise TransferError(message, reason="INDEX_MISMATCH")
+        except TransferError as e:
+            stream.transfer = None
+            stream.record.transfer_failed(e, self._clock.now(), aborted=stream.silent)
+            self._fail(stream, e)
+            self._free(stream)
+            return
+        stream.transfer = None
+        stream.record.transferred(result, self._clock.now())
+        if stream.silent or result.finished:
+            stream.silent = True
+            self._free(stream)
+            return
+        stream.output.skip([result.token_id])
+        self._tell(Activate(stream.key, result.token_id))
+
+    # ---- output ------------------------------------------------------------
+
+    def _on_tokens(
+        self, stream: DecodeStream, event: TokensSampled, batch: StepBatch, now: float, step_began: float
+    ) -> None:
+        out = stream.output.push(
+            event.token_ids,
+            event.logprobs,
+            finish_reason=event.finish_reason,
+            stop_token_id=event.stop_token_id,
+            num_cached_tokens=event.num_cached_tokens,
+        )
+        stream.record.sampled(out.num_tokens, step_began, now)
+        if out.finish_reason is not None:
+            stream.record.finished(out.finish_reason, now)
+            out.message.timings.CopyFrom(stream.record.timings)
+            stream.silent = True
+            if out.stopped_early:
+                self._free(stream)  # the engine does not know that it ended
+            else:
+                self._streams.remove(stream)
+        batch.add(stream.session, out.message)
+
+    # ---- ends ------------------------------------------------------------
+
+    def _fail(self, stream: DecodeStream, error: PdserveError) -> None:
+        if not stream.silent:
+            stream.record.failed(error, self._clock.now())
+        stream.fail(error)
+
+    def _end(self, stream: DecodeStream) -> None:
+        """Ends a stream that its router wants no more, or that failed: first the transfer, then the pages."""
+        if not stream.silent:
+            stream.record.failed(CancelledError("the router ended it"), self._clock.now())
+        stream.silent = True
+        if stream.ending:
+            return
+        if stream.transfer is None:
+            self._free(stream)
+        else:
+            stream.ending = True
+            self._tasks.create_task(stream.transfer.abort())  # `_receive` frees the pages then
+
+    def _free(self, stream: DecodeStream) -> None:
+        """Lets the engine free the pages; `SequenceAborted` follows."""
+        stream.ending = True
+        self._tell(Abort(stream.key))
+
+    def _tell(self, command: Command) -> None:
+        with contextlib.suppress(EngineError):  # `run` hears of it too, and ends every stream
+            self._engine.send(command)

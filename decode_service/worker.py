@@ -1,0 +1,123 @@
+"""The decode (or mixed) worker: builds the engine and the transfer client, and gives them to the service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+
+from pdserve.core.background import Background
+from pdserve.core.session import RouterSession
+from pdserve.core.streams import welcome_message
+from pdserve.core.submission import ModelLimits
+from pdserve.core.tokenizer import Tokenizer
+from pdserve.core.worker_app import LoadedWorker, WorkerContext
+from pdserve.decode_service.service import DecodeService
+from pdserve.engine.async_engine import AsyncEngine
+from pdserve.engine.build import build_engine
+from pdserve.engine.config import EngineConfig
+from pdserve.kvtransfer.control_client import TransferClient
+from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.tcp import TcpPageSink
+from pdserve.v1 import worker_pb2
+
+
+class DecodeWorker:
+    """`core.worker_app.WorkerService` of the roles decode and mixed.
+
+    Args:
+        config: Of the engine.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._stack = AsyncExitStack()
+        self._engine: AsyncEngine | None = None
+        self._stall_s = 0.0
+        self._service: DecodeService
+
+    async def start(self, context: WorkerContext) -> LoadedWorker:
+        """See `WorkerService`."""
+        built = await asyncio.to_thread(build_engine, self._config, KvPool)
+        pool = built.pool_memory
+        assert isinstance(pool, KvPool)
+        self._stack.callback(pool.close)
+        tokenizer = Tokenizer.from_dir(built.model_dir) if built.model_dir else Tokenizer.fake(built.vocab_size)
+        loaded = LoadedWorker(
+            identity_digest=built.identity_digest,
+            layout=built.layout.to_json(),
+            model=built.model_name,
+            max_model_len=built.max_model_len,
+            vocab_size=built.vocab_size,
+            num_pages=built.num_pages,
+            max_num_seqs=self._config.max_num_seqs,
+        )
+        transfers = TransferClient(
+            worker_id=context.worker_id,
+            incarnation=context.incarnation,
+            identity_digest=built.identity_digest,
+            layout=built.layout,
+            sink=TcpPageSink(pool, built.identity_digest, idle_s=context.worker.pull_idle_s),
+            clock=context.clock,
+        )
+        self._service = DecodeService(
+            engine=built.engine,
+            transfers=transfers,
+            welcome=welcome_message(context, loaded, built.layout.page_size),
+            limits=ModelLimits(
+                max_model_len=built.max_model_len, vocab_size=built.vocab_size, eos_token_ids=built.eos_token_ids
+            ),
+            tokenizer=tokenizer,
+            clock=context.clock,
+            metrics=context.metrics,
+            tracing=context.tracing,
+            reserve_wait_s=context.worker.reserve_wait_s,
+        )
+        self._run(context, built.engine, transfers)
+        return loaded
+
+    def _run(self, context: WorkerContext, engine: AsyncEngine, transfers: TransferClient) -> None:
+        """Starts what runs. It is ended in reverse: transfers (fence), engine, then what reads its events."""
+        events = Background(context.fail)
+        engine.start()
+        self._engine, self._stall_s = engine, context.worker.step_stall_s
+        events.start(self._service.run(), "engine events")
+        self._stack.push_async_callback(events.wait)
+        self._stack.push_async_callback(engine.stop)
+        self._stack.push_async_callback(transfers.close)
+
+    def healthy(self) -> bool:
+        """See `WorkerService`."""
+        return self._engine is None or self._engine.healthy(self._stall_s)
+
+    async def drain(self) -> None:
+        """See `WorkerService`."""
+        await self._service.drain()
+
+    async def stop(self) -> None:
+        """See `WorkerService`."""
+        await self._stack.aclose()
+
+    def welcome(self) -> worker_pb2.Welcome:
+        """See `SessionHandler`."""
+        return self._service.welcome()
+
+    def submit(self, session: RouterSession, message: worker_pb2.Submit) -> None:
+        """See `SessionHandler`."""
+        self._service.submit(session, message)
+
+    def abort(self, session: RouterSession, message: worker_pb2.Abort) -> None:
+        """See `SessionHandler`."""
+        self._service.abort(session, message)
+
+    def renew(self, session: RouterSession, transfer_ids: Sequence[str]) -> None:
+        """See `SessionHandler`."""
+        self._service.renew(session, transfer_ids)
+
+    def session_ended(self, session: RouterSession) -> None:
+        """See `SessionHandler`."""
+        self._service.session_ended(session)
+
+    def load(self) -> worker_pb2.Load:
+        """See `SessionHandler`."""
+        return self._service.load()
