@@ -55,12 +55,12 @@ class ThreadSource:
     def __init__(self, case: Case) -> None:
         self._case = case
         self._engine = AsyncEngine(build_core(case), time.monotonic)
-        self._engine.start()
 
     async def steps(self) -> AsyncIterator[StepEvents]:
         """Starts the requests and yields every step; endless."""
         for command in commands(self._case):
             self._engine.send(command)
+        self._engine.start()  # only now, so that all prompts are in the first step
         async for events in self._engine.outputs():
             yield events
 

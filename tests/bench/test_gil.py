@@ -30,7 +30,7 @@ def test_the_share_of_python_decides_the_work() -> None:
         def execute(self, output):  # type: ignore[no-untyped-def]
             return output
 
-    releasing, holding = BusyRunner(Nothing(), 0.01, 0.0), BusyRunner(Nothing(), 0.01, 1.0)
+    releasing, holding = BusyRunner(Nothing(), 10.0, 0.0), BusyRunner(Nothing(), 10.0, 1.0)
     assert releasing._loops == 0 < releasing._products and holding._products == 0 < holding._loops
 
 
