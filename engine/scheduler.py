@@ -13,18 +13,17 @@ then those that wait. Invariants:
 from __future__ import annotations
 
 from bisect import insort
-from collections import Counter
 from dataclasses import dataclass
 from itertools import takewhile
 
 from pdserve.core.request import FinishReason, Request
-from pdserve.engine.page_pool import PagePool, PageState
+from pdserve.engine.holdings import Holdings
+from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import WaitingOrder, fcfs
 from pdserve.engine.sequence import Sequence, SequenceState
 from pdserve.engine.step import (
     EngineLoad,
     Event,
-    PageRef,
     PagesReady,
     PrefillStarted,
     ReservationRefused,
@@ -72,18 +71,15 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits, pool: PagePool, order: WaitingOrder = fcfs) -> None:
         self._limits = limits
-        self._page_size = limits.page_size
-        self._pool = pool
+        self._pages = Holdings(pool, limits.page_size, limits.max_unreserved_fraction)
         self._policy = order
         self._max_model_len = min(limits.max_model_len, pool.num_pages * limits.page_size)
-        self._max_unreserved_pages = int(limits.max_unreserved_fraction * pool.num_pages)
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # sorted: those that hold pages, then by age
         self._running: list[Sequence] = []  # sorted by age
         self._reservations: list[Sequence] = []  # those without pages yet, first come first served
         self._scheduled: list[Sequence] = []  # of the step in flight
         self._starved: Sequence | None = None  # waits for pages; nothing younger takes any before it
-        self._unreserved_pages = 0
         self._events: list[Event] = []
         self._num_added = 0
         self._step = 0
@@ -105,13 +101,12 @@ class Scheduler:
     def mark_reserved(self, key: str) -> None:
         """The destination of a hand-off has its pages: it goes first, and what is computed is announced."""
         seq = self._sequences.get(key)
-        if seq is None or not seq.handoff or seq.reserved:
+        if seq is None or not seq.unreserved:
             return
         queue = {SequenceState.WAITING: self._waiting, SequenceState.RUNNING: self._running}.get(seq.state)
         if queue is not None:
             queue.remove(seq)
-        self._unreserved_pages -= len(seq.page_table)
-        seq.reserved = True
+        self._pages.mark_reserved(seq)
         seq.order = (0, *seq.order[1:])
         if queue is not None:
             insort(queue, seq, key=_waiting_key if queue is self._waiting else _age)
@@ -129,8 +124,7 @@ class Scheduler:
         if seq.finish_reason() is not None:
             self._fail(seq, "INVALID_ARGUMENT", "NOTHING_TO_GENERATE", f"token {token_id} already ended sequence {key}")
             return
-        self._pool.validate(seq.page_table)
-        seq.granted = False
+        self._pages.validate(seq)
         seq.started = True
         seq.num_computed = seq.num_initial
         seq.goal = len(seq.tokens)
@@ -233,25 +227,20 @@ class Scheduler:
         return EngineLoad(
             num_running=len(self._running),
             num_waiting=len(self._waiting) + len(self._reservations),
-            num_free_pages=self._pool.num_free,
-            num_pages=self._pool.num_pages,
+            num_free_pages=self._pages.num_free,
+            num_pages=self._pages.num_pages,
             num_pending_prefill_tokens=pending,
         )
 
     def check(self) -> None:
         """Proves that the pool's holders are the sequences' pages and that every sequence is where its state says."""
-        held: Counter[int] = Counter()
-        filling: list[int] = []
+        self._pages.check(self._sequences.values())
         for seq in self._sequences.values():
-            (filling.extend if seq.granted else held.update)(seq.page_table)
             assert seq.num_computed <= len(seq.tokens) <= max(seq.max_len, seq.num_initial)
-            assert seq.num_computed <= seq.capacity == len(seq.page_table) * self._page_size
+            assert seq.num_computed <= seq.capacity
             assert (seq in self._running) == (seq.state is SequenceState.RUNNING)
             assert (seq in self._waiting) == (seq.state is SequenceState.WAITING)
             assert (seq in self._reservations) == (seq.state is SequenceState.WAITING_KV and not seq.granted)
-        self._pool.check(held)
-        assert len(filling) == len(set(filling)) == self._pool.count(PageState.FILLING), "FILLING pages without owner"
-        assert self._unreserved_pages == sum(len(s.page_table) for s in self._unreserved())
         assert len(self._running) <= self._limits.max_num_seqs
         assert self._running == sorted(self._running, key=_age)
         assert self._waiting == sorted(self._waiting, key=_waiting_key)
@@ -260,29 +249,17 @@ class Scheduler:
 
     def _new_sequence(self, request: Request, handoff: bool, reserved: bool) -> Sequence | None:
         if (old := self._sequences.get(request.key)) is not None:
-            self._fail(old, "ALREADY_EXISTS", "DUPLICATE_KEY", f"two sequences have the key {request.key}; both ended")
+            message = f"a sequence {old.key} lives already; abort it, and use another key"  # its pages may be in use
+            self._events.append(SequenceFailed(old.key, "ALREADY_EXISTS", "DUPLICATE_KEY", message))
             return None
         self._num_added += 1
         order = (float(handoff and not reserved), *self._policy(request), self._num_added)
         seq = Sequence(request, order, self._max_model_len, handoff, reserved)
-        if refusal := self._refusal(seq):
+        if refusal := seq.refusal(self._max_model_len):
             self._events.append(SequenceFailed(request.key, "INVALID_ARGUMENT", *refusal))
             return None
         self._sequences[request.key] = seq
         return seq
-
-    def _refusal(self, seq: Sequence) -> tuple[str, str] | None:
-        if seq.num_prompt == 0:
-            return "EMPTY_PROMPT", "the prompt has no tokens; send at least one"
-        if seq.num_initial >= self._max_model_len:
-            return (
-                "PROMPT_TOO_LONG",
-                f"the prompt and the tokens already emitted are {seq.num_initial} tokens; with one more they must fit "
-                f"into {self._max_model_len} (the model's length, or what the KV pages hold)",
-            )
-        if seq.num_initial >= seq.max_len:
-            return "NOTHING_TO_GENERATE", f"all of max_tokens={seq.sampling.max_tokens} have been emitted already"
-        return None
 
     def _enqueue(self, seq: Sequence) -> None:
         if seq.state is not SequenceState.WAITING:
@@ -299,7 +276,7 @@ class Scheduler:
             self._reservations.remove(seq)
         if self._starved is seq:
             self._starved = None
-        self._free_pages(seq)
+        self._pages.take_back(seq)
         seq.move(SequenceState.FINISHED)
         del self._sequences[seq.key]
 
@@ -341,14 +318,14 @@ class Scheduler:
         self._announce(seq)
 
     def _announce(self, seq: Sequence) -> None:
-        if not seq.reserved or not seq.page_table:
+        if not seq.reserved or seq.released or not seq.page_table:
             return
         complete = seq.state is SequenceState.HANDOFF
-        final = len(seq.page_table) if complete else seq.num_computed // self._page_size
+        final = len(seq.page_table) if complete else seq.num_computed // self._limits.page_size
         first = seq.num_announced
         if final > first:
             seq.num_announced = final
-            self._events.append(PagesReady(seq.key, first, self._refs(seq.page_table[first:final]), complete))
+            self._events.append(PagesReady(seq.key, first, self._pages.refs(seq, first, final), complete))
 
     # ---- pages -----------------------------------------------------------------------------------------------------
 
@@ -363,46 +340,45 @@ class Scheduler:
         if not self._waiting or len(self._running) >= self._limits.max_num_seqs:
             return None
         seq = self._waiting[0]
-        need = self._num_pages(seq.goal) - len(seq.page_table)
+        need = self._pages.pages_for(seq.goal) - len(seq.page_table)
         if need > 0:
-            if seq.handoff and not seq.reserved:
-                held = self._unreserved_pages
-                if held and held + need > self._max_unreserved_pages:
-                    return None
+            if self._pages.over_share(seq, need):
+                return None
             # Room for the others to grow: what starts now must not be the next to be preempted.
             headroom = 0 if seq.handoff else len(self._running)
-            if not self._pool.can_allocate(need + headroom):
+            if not self._pages.can_give(need + headroom):
                 self._starved = seq
                 return None
         if self._starved is seq:
             self._starved = None
         del self._waiting[0]
         if need > 0:
-            self._give_pages(seq, self._pool.allocate(need))
+            self._pages.give(seq, need)
         seq.move(SequenceState.RUNNING)
         insort(self._running, seq, key=_age)
         return seq
 
     def _grow(self, seq: Sequence) -> bool:
         """One more page for a running sequence, from a younger one if need be; False: it sits this step out."""
-        while not self._pool.can_allocate(1):
+        while not self._pages.can_give(1):
             holders = [*takewhile(lambda s: s.page_table, self._waiting), *self._running]
             victims = [s for s in holders if s.order > seq.order and not (s.handoff and s.reserved)]
             if not victims:
                 return False
             self._preempt(max(victims, key=_age))
-        self._give_pages(seq, self._pool.allocate(1))
+        self._pages.give(seq, 1)
         return True
 
     def _reclaim_for_reserved(self) -> None:
         """A reserved hand-off never waits for unreserved ones: they are requeued, youngest first."""
-        seq = self._waiting[0] if self._waiting and self._unreserved_pages else None
+        seq = self._waiting[0] if self._waiting and self._pages.num_unreserved else None
         if seq is None or not (seq.handoff and seq.reserved):
             return
-        need = self._num_pages(seq.goal)
-        if need <= self._pool.num_free + self._unreserved_pages:
-            for victim in sorted(self._unreserved(), key=_age, reverse=True):
-                if self._pool.can_allocate(need):
+        need = self._pages.pages_for(seq.goal)
+        if need <= self._pages.num_free + self._pages.num_unreserved:
+            holders = [s for s in self._sequences.values() if s.unreserved and s.page_table]
+            for victim in sorted(holders, key=_age, reverse=True):
+                if self._pages.can_give(need):
                     return
                 self._preempt(victim)
 
@@ -412,7 +388,7 @@ class Scheduler:
         if (queue := queues.get(seq.state)) is not None:
             queue.remove(seq)
         seq.move(SequenceState.PREEMPTED)
-        self._free_pages(seq)
+        self._pages.take_back(seq)
         seq.num_computed = 0
         self._enqueue(seq)
         if self._starved is None or seq.order < self._starved.order:
@@ -429,41 +405,16 @@ class Scheduler:
     def _grant_reservations(self) -> None:
         num_granted = 0
         for seq in self._reservations:
-            num_prompt_pages = self._num_pages(seq.num_initial)
+            num_prompt_pages = self._pages.pages_for(seq.num_initial)
             # One page to decode into, unless the sequence can never need it.
-            need = max(num_prompt_pages, min(num_prompt_pages + 1, self._num_pages(seq.max_len - 1)))
+            need = max(num_prompt_pages, min(num_prompt_pages + 1, self._pages.pages_for(seq.max_len - 1)))
             starved = self._starved
-            if (starved is not None and starved.order < seq.order) or not self._pool.can_allocate(need):
+            if (starved is not None and starved.order < seq.order) or not self._pages.can_give(need):
                 break
-            self._give_pages(seq, self._pool.allocate(need, PageState.FILLING))
-            seq.granted = True
+            self._pages.set_aside(seq, need)
             num_granted += 1
-            self._events.append(Reserved(seq.key, 0, self._refs(seq.page_table[:num_prompt_pages])))
+            self._events.append(Reserved(seq.key, 0, self._pages.refs(seq, 0, num_prompt_pages)))
         del self._reservations[:num_granted]
-
-    def _give_pages(self, seq: Sequence, pages: list[int]) -> None:
-        seq.page_table.extend(pages)
-        seq.capacity = len(seq.page_table) * self._page_size
-        if seq.handoff and not seq.reserved:
-            self._unreserved_pages += len(pages)
-
-    def _free_pages(self, seq: Sequence) -> None:
-        if seq.handoff and not seq.reserved:
-            self._unreserved_pages -= len(seq.page_table)
-        if seq.granted:
-            self._pool.move(seq.page_table, PageState.FILLING, PageState.FREE)
-        else:
-            self._pool.release(seq.page_table)
-        seq.page_table, seq.capacity, seq.granted = [], 0, False
-
-    def _unreserved(self) -> list[Sequence]:
-        return [s for s in self._sequences.values() if s.handoff and not s.reserved and s.page_table]
-
-    def _num_pages(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._page_size)
-
-    def _refs(self, pages: list[int]) -> tuple[PageRef, ...]:
-        return tuple(PageRef(page, self._pool.generation(page)) for page in pages)
 
 
 def _item(seq: Sequence, num_tokens: int) -> ScheduledSequence:

@@ -125,3 +125,22 @@ class Sequence:
         if self.tokens[-1] in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.max_len else None
+
+    @property
+    def unreserved(self) -> bool:
+        """A hand-off whose destination has no pages yet: nobody but this engine reaches its pages."""
+        return self.handoff and not self.reserved
+
+    def refusal(self, max_model_len: int) -> tuple[str, str] | None:
+        """Why it can never run: reason and message; None when it can."""
+        if self.num_prompt == 0:
+            return "EMPTY_PROMPT", "the prompt has no tokens; send at least one"
+        if self.num_initial >= max_model_len:
+            return (
+                "PROMPT_TOO_LONG",
+                f"the prompt and the tokens already emitted are {self.num_initial} tokens; with one more they must fit "
+                f"into {max_model_len} (the model's length, or what the KV pages hold)",
+            )
+        if self.num_initial >= self.max_len:
+            return "NOTHING_TO_GENERATE", f"all of max_tokens={self.sampling.max_tokens} have been emitted already"
+        return None

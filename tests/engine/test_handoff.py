@@ -190,3 +190,26 @@ def test_an_activated_one_that_is_preempted_computes_its_prompt_here() -> None:
     streams.read(decode.run(Activate("new", streams.tokens["new"][0])))  # waits with its pages until old needs them
     streams.check([old, new])
     assert decode.pool.num_free == 8
+
+
+def test_a_reservation_takes_no_pages_before_an_older_sequence_that_was_preempted() -> None:
+    engine = Engine(8, max_num_seqs=2)
+    old, new = request("old", range(8), 24, arrival_s=0.0), request("new", range(8), 16, arrival_s=1.0)
+    late = request("late", range(4), 4, arrival_s=2.0)
+    streams = Streams(engine.step(Add(old), Add(new)).events)
+    for _ in range(100):
+        preempted = engine.core.load().num_waiting == 1
+        events = engine.step(*[Reserve(late, 1e9)] * preempted).events
+        streams.read(events)
+        if preempted:
+            break
+    assert preempted and not reserved(events)
+    for _ in range(100):
+        finished = set(streams.finished)
+        events = engine.step().events
+        streams.read(events)
+        if reserved(events):
+            break
+    assert finished == {"old"}  # pages were free for it before, while the preempted one could not start yet
+    streams.read(engine.run(Abort("late")))
+    streams.check([old, new])

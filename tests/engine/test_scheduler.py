@@ -160,12 +160,32 @@ def test_abort_in_any_state_frees_the_pages_and_answers() -> None:
     assert engine.pool.num_free == 8
 
 
-def test_two_sequences_with_one_key_both_end() -> None:
+def test_a_second_sequence_with_a_living_key_is_refused_and_the_first_lives() -> None:
     engine = Engine(8)
-    engine.step(Add(request("a", [1], 9)))
-    (failure,) = engine.step(Add(request("a", [2], 9))).events
-    assert isinstance(failure, SequenceFailed) and failure.reason == "DUPLICATE_KEY"
-    assert engine.pool.num_free == 8
+    r = request("a", [1], 9)
+    streams = Streams(engine.step(Add(r)).events)
+    refused, *events = engine.step(Add(request("a", [2], 9))).events
+    assert isinstance(refused, SequenceFailed) and refused.reason == "DUPLICATE_KEY"
+    streams.read(events)
+    streams.read(engine.run())
+    streams.check([r])
+
+
+def test_what_starts_leaves_the_others_room_to_grow() -> None:
+    s = scheduler(num_pages=4, budget=16)
+    s.add(request("old", range(7), max_tokens=3, arrival_s=0))
+    advance(s)
+    s.add(request("new", range(8), max_tokens=2, arrival_s=1))
+    advance(s)
+    assert s.load().num_waiting == 1  # it would fit, but the next page of the older one would be taken from it
+
+
+def test_a_prefill_whose_pages_are_taken_is_not_computed_in_that_step() -> None:
+    engine = Engine(12, max_num_seqs=2, max_num_batched_tokens=4)
+    old, new = request("old", range(4), 30, arrival_s=0), request("new", range(36), 4, arrival_s=1)
+    streams = Streams(engine.step(Add(old)).events)
+    streams.read(engine.run(Add(new)))
+    streams.check([old, new])
 
 
 def test_no_other_transitions_than_those_of_the_table() -> None:

@@ -55,6 +55,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.granted: dict[str, tuple[PageRef, ...]] = {}
         self.announced: dict[str, list[PageRef]] = {}
         self.complete: set[str] = set()
+        self.unread: set[str] = set()  # ended or released: nobody reads their pages
         self.commands: list[Command] = []
 
     def new(self, kind: str, prompt: list[int], max_tokens: int, emitted: int, priority: int) -> Request:
@@ -97,10 +98,12 @@ class EngineMachine(RuleBasedStateMachine):
     def abort(self, key: str) -> None:
         self.commands.append(Abort(key))
         self.granted.pop(key, None)
+        self.unread.add(key)
 
     @rule(key=keys)
     def release(self, key: str) -> None:
         self.commands.append(ReleaseLease(key))
+        self.unread.add(key)
 
     @rule(key=keys)
     def activate(self, key: str) -> None:
@@ -138,6 +141,9 @@ class EngineMachine(RuleBasedStateMachine):
             elif isinstance(event, ReservationRefused | SequenceAborted | SequenceFailed):
                 assert not isinstance(event, SequenceFailed), event
                 self.live.discard(event.key)
+        readable = self.announced.keys() - self.unread - self.streams.finished.keys()
+        for page in (page for key in readable for page in self.announced[key]):
+            assert self.engine.pool.generation(page.page_id) == page.generation, "a reader's page was taken"
         return item.num_tokens
 
     def teardown(self) -> None:
@@ -148,6 +154,7 @@ class EngineMachine(RuleBasedStateMachine):
                 self.fill(key)
             leased = [k for k in self.live if self.kind[k].endswith("handoff")]
             self.commands += [c for k in leased for c in (MarkReserved(k), ReleaseLease(k))]
+            self.unread.update(leased)
             if self.one_step() == 0 and not self.granted and not self.commands and self.quiet():
                 break
         load = self.engine.core.load()

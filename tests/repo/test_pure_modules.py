@@ -16,6 +16,7 @@ PURE = [
     "core/errors.py",
     "engine/scheduler.py",
     "engine/sequence.py",
+    "engine/holdings.py",
     "engine/policies.py",
     "engine/page_pool.py",
     "engine/step.py",

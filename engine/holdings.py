@@ -1,0 +1,104 @@
+"""Holdings: which sequence has which pages of the pool, and how much of it the unreserved hand-offs have together.
+
+Pages that are set aside for a transfer are FILLING and have no holder; all others of a sequence are HELD once by it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from pdserve.engine.page_pool import PagePool, PageState
+from pdserve.engine.sequence import Sequence
+from pdserve.engine.step import PageRef
+
+
+class Holdings:
+    """Gives pages to sequences and takes them back.
+
+    Args:
+        pool: The pages; touched by nobody else.
+        page_size: Tokens per page.
+        max_unreserved_fraction: Share of the pool that unreserved hand-offs may hold together.
+    """
+
+    __slots__ = ("_max_unreserved", "_page_size", "_pool", "num_unreserved")
+
+    def __init__(self, pool: PagePool, page_size: int, max_unreserved_fraction: float) -> None:
+        self._pool = pool
+        self._page_size = page_size
+        self._max_unreserved = int(max_unreserved_fraction * pool.num_pages)
+        self.num_unreserved = 0
+
+    @property
+    def num_free(self) -> int:
+        """Pages free or evictable."""
+        return self._pool.num_free
+
+    @property
+    def num_pages(self) -> int:
+        """Pages in all."""
+        return self._pool.num_pages
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold so many tokens."""
+        return -(-num_tokens // self._page_size)
+
+    def can_give(self, num_pages: int) -> bool:
+        """Says whether so many pages are free."""
+        return self._pool.can_allocate(num_pages)
+
+    def over_share(self, seq: Sequence, num_pages: int) -> bool:
+        """Says whether an unreserved hand-off must wait for others to give pages back; one alone never has to."""
+        held = self.num_unreserved
+        return seq.unreserved and held > 0 and held + num_pages > self._max_unreserved
+
+    def give(self, seq: Sequence, num_pages: int) -> None:
+        """Appends pages, all or nothing; ask `can_give` first."""
+        seq.page_table.extend(self._pool.allocate(num_pages))
+        seq.capacity = len(seq.page_table) * self._page_size
+        if seq.unreserved:
+            self.num_unreserved += num_pages
+
+    def set_aside(self, seq: Sequence, num_pages: int) -> None:
+        """Gives pages that a transfer will fill."""
+        seq.page_table.extend(self._pool.allocate(num_pages, PageState.FILLING))
+        seq.capacity = len(seq.page_table) * self._page_size
+        seq.granted = True
+
+    def validate(self, seq: Sequence) -> None:
+        """The transfer has filled the pages: they are held like all others."""
+        self._pool.validate(seq.page_table)
+        seq.granted = False
+
+    def take_back(self, seq: Sequence) -> None:
+        """Takes all pages of a sequence; no reader or writer but this engine can reach them."""
+        if seq.unreserved:
+            self.num_unreserved -= len(seq.page_table)
+        if seq.granted:
+            self._pool.move(seq.page_table, PageState.FILLING, PageState.FREE)
+        else:
+            self._pool.release(seq.page_table)
+        seq.page_table, seq.capacity, seq.granted = [], 0, False
+
+    def mark_reserved(self, seq: Sequence) -> None:
+        """An unreserved hand-off has a destination now."""
+        self.num_unreserved -= len(seq.page_table)
+        seq.reserved = True
+
+    def refs(self, seq: Sequence, first: int, last: int) -> tuple[PageRef, ...]:
+        """Names this use of the pages [first, last) of a sequence."""
+        return tuple(PageRef(page, self._pool.generation(page)) for page in seq.page_table[first:last])
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Proves that the pool's pages are those of the sequences, none lost and none taken twice."""
+        held: Counter[int] = Counter()
+        filling: list[int] = []
+        num_unreserved = 0
+        for seq in sequences:
+            (filling.extend if seq.granted else held.update)(seq.page_table)
+            num_unreserved += len(seq.page_table) if seq.unreserved else 0
+            assert seq.capacity == len(seq.page_table) * self._page_size
+        self._pool.check(held)
+        assert len(filling) == len(set(filling)) == self._pool.count(PageState.FILLING), "FILLING pages without owner"
+        assert num_unreserved == self.num_unreserved
