@@ -69,7 +69,7 @@ def print_report(report: Report, console: Console) -> None:
         table.add_row(*cells, *([row.goal or ""] if has_goal else []))
     console.print(table)
     for note in report.notes:
-        console.print(note, markup=False, highlight=False)
+        console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
 def write_json(report: Report, path: Path) -> None:

@@ -191,10 +191,10 @@ class Client:
         """Ends a request, whoever started it.
 
         Returns:
-            False when it had already ended.
+            False when it had already ended, or no router knows it.
 
         Raises:
-            NotFound: No router knows it.
+            Unavailable: The router that runs it does not answer.
         """
         request = inference_pb2.CancelRequest(request_id=request_id)
         return bool(self._control("Cancel", request, request_id, everywhere=True).cancelled)
