@@ -118,6 +118,12 @@ class Router:
         self.welcome: worker_pb2.Welcome | None = None
         self.step_messages: list[worker_pb2.StepOutputs] = []
         self.over = False
+        self._writing = asyncio.Lock()  # gRPC takes one write at a time
+
+    async def send(self, **message: object) -> None:
+        """Sends one SessionRequest."""
+        async with self._writing:
+            await self.end.send(**message)  # type: ignore[no-untyped-call]
 
     def of(self, request_id: str) -> Heard:
         """What was heard of a request."""
@@ -148,7 +154,7 @@ class Router:
                     self._take_output(self.of(output.fence.request_id), output)
 
     def _take_output(self, heard: Heard, output: worker_pb2.SequenceOutput) -> None:
-        assert heard.finished is None and heard.failed is None, "news after the end"
+        assert heard.finished is None and heard.failed is None, f"news after the end: {heard} {output}"
         if output.HasField("delta"):
             if heard.token_ids:
                 assert output.delta.text_offset >= len(heard.text)
@@ -199,11 +205,11 @@ class Pair:
     async def submit(self, request_id: str, prompt: Sequence[int], **options: object) -> None:
         """Submits both parts at the same time."""
         for router, part in ((self.to_prefill, common_pb2.ROLE_PREFILL), (self.to_decode, common_pb2.ROLE_DECODE)):
-            await router.end.send(submit=self.submission(request_id, prompt, part, **options))  # type: ignore[arg-type]
+            await router.send(submit=self.submission(request_id, prompt, part, **options))  # type: ignore[arg-type]
 
     async def abort(self, router: Router, request_id: str, attempt: int = 1) -> worker_pb2.Aborted:
         """Aborts on one worker and waits for the answer."""
-        await router.end.send(abort=worker_pb2.Abort(fence=fence(request_id, attempt), reason="CLIENT_CANCELLED"))
+        await router.send(abort=worker_pb2.Abort(fence=fence(request_id, attempt), reason="CLIENT_CANCELLED"))
         await until(lambda: router.of(request_id).aborted is not None, "Aborted")
         aborted = router.of(request_id).aborted
         assert aborted is not None
@@ -245,12 +251,13 @@ async def connect(running: Running, router_id: str = "router-1") -> AsyncIterato
         finally:
             beating.cancel()
             reader.cancel()
-            await asyncio.gather(beating, reader, return_exceptions=True)
+            for ended in await asyncio.gather(beating, reader, return_exceptions=True):
+                assert ended is None or isinstance(ended, (asyncio.CancelledError, PdserveError)), repr(ended)
 
 
 async def _heartbeats(router: Router) -> None:
     while not router.over:
-        await router.end.send(heartbeat=worker_pb2.RouterHeartbeat())
+        await router.send(heartbeat=worker_pb2.RouterHeartbeat())
         await asyncio.sleep(0.5)
 
 
