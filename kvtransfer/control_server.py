@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +30,7 @@ from pdserve.kvtransfer.transport import PageSource, SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
+log = logging.getLogger(__name__)
 PROTOCOL_VERSION = 1
 MAX_TRANSFER_ID_BYTES = 128
 MAX_OUTBOX = 4096
@@ -265,7 +267,9 @@ class TransferServer(rpc.KvTransferServicer):
             self._lose(stream)
             for task in (writer, reader, *stops):
                 task.cancel()
-            await asyncio.gather(writer, reader, *stops, return_exceptions=True)
+            for ended in await asyncio.gather(writer, reader, *stops, return_exceptions=True):
+                if isinstance(ended, Exception):
+                    log.info("control stream of %s: %r", stream.peer, ended)
 
     async def _read_hello(
         self, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]

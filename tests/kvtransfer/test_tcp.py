@@ -283,19 +283,58 @@ def test_a_cancelled_pull_never_writes_again_though_the_peer_resumes() -> None:
     run(body())
 
 
+class GatedPool(KvPool):
+    """A pool whose page `at` can be read only once the gate is open."""
+
+    at = -1
+
+    def __init__(self) -> None:
+        super().__init__(LAYOUT, NUM_PAGES)
+        self.entered, self.gate = threading.Event(), threading.Event()
+
+    def page(self, page_id: int) -> memoryview:
+        if page_id == self.at:
+            self.entered.set()
+            assert self.gate.wait(20)
+        return super().page(page_id)
+
+
+@asynccontextmanager
+async def reader_of(pool: KvPool, ask: list[SourcePageRef]) -> AsyncIterator[tuple[TcpPageSource, socket.socket]]:
+    """A source with a reader that has sent its ask; only `withdraw` may end the read, no time limit."""
+    source = TcpPageSource(pool, DIGEST, send_idle_s=3600)
+    token = source.new_reader()
+    source.publish("t", token, ask)
+    host, port = source.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=10) as reader:
+        reader.sendall(wire.encode_hello(token, DIGEST) + wire.encode_get("t", ask))
+        yield source, reader
+    await asyncio.to_thread(source.close)
+    pool.close()
+
+
+def test_withdraw_returns_only_when_no_thread_reads_a_page() -> None:
+    async def body() -> None:
+        pool = GatedPool()
+        ask, pool.at = refs(pool, range(NUM_PAGES)), 5
+        async with reader_of(pool, ask) as (source, _):
+            assert await asyncio.to_thread(pool.entered.wait, 10)
+            withdrawals = [asyncio.create_task(source.withdraw("t")) for _ in range(2)]
+            done, _ = await asyncio.wait(withdrawals, timeout=0.2)
+            assert not done
+            pool.gate.set()
+            await asyncio.gather(*withdrawals)
+            await source.withdraw("t")
+
+    run(body())
+
+
 def test_withdraw_ends_a_read_whose_reader_stalls() -> None:
     async def body() -> None:
-        async with pair() as p:
-            pages = p.refs(range(NUM_PAGES)) * 8  # more than any socket buffer holds
-            p.source.publish("t", p.token, pages)
-            host, port = p.source.address.split(":")
-            reader = socket.create_connection((host, int(port)), timeout=10)
-            reader.sendall(wire.encode_hello(p.token, DIGEST) + wire.encode_get("t", pages))
+        pool = KvPool(LAYOUT, NUM_PAGES)
+        async with reader_of(pool, refs(pool, range(NUM_PAGES)) * 8) as (source, reader):  # more than any buffer holds
             assert len(reader.recv(64)) > 0  # the read is in flight, and we take no more of it
-            await asyncio.gather(p.source.withdraw("t"), p.source.withdraw("t"))
-            await p.source.withdraw("t")
-            p.there.buffer[:] = bytes(len(p.there.buffer))  # freed
-            reader.close()
+            await asyncio.wait_for(source.withdraw("t"), 10)
 
     run(body())
 
