@@ -20,7 +20,7 @@ from pdserve.engine.page_pool import PagePool
 from pdserve.engine.profile import StepProfile, profile_steps
 from pdserve.engine.progress import Progress, SilentProgress
 from pdserve.engine.scheduler import SchedulerLimits
-from pdserve.engine.step import Runner, ScheduledSequence, SchedulerOutput
+from pdserve.engine.step import Runner, RunnerOutput, ScheduledSequence, SchedulerOutput
 
 MakePool = Callable[[KVLayout, int], PoolMemory]
 
@@ -108,10 +108,13 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
     layout = fake_layout(config.page_size)
     num_pages = config.num_pages or min(_num_pages(config, layout), _FAKE_NUM_PAGES)
     memory = make_pool(layout, num_pages)
+    runner: Runner = FakeRunner(memory.buffer, layout)
+    if config.fake_step_ms:
+        runner = _Paced(runner, config.fake_step_ms / 1000)
     budget = config.max_num_batched_tokens or max(config.max_num_seqs, _MAX_TOKEN_BUDGET)
     max_model_len = _max_model_len(config, layout, num_pages, _FAKE_MAX_MODEL_LEN)
     return BuiltCore(
-        core=_core(config, FakeRunner(memory.buffer, layout), num_pages, budget, max_model_len),
+        core=_core(config, runner, num_pages, budget, max_model_len),
         layout=layout,
         num_pages=num_pages,
         identity_digest=identity_digest({"runner": "fake", "model": _model_name(config)}),
@@ -165,6 +168,19 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         token_budget=budget,
         profile=profile,
     )
+
+
+class _Paced:
+    """A runner whose steps take at least so long, as a real one's do."""
+
+    def __init__(self, runner: Runner, step_s: float) -> None:
+        self._runner = runner
+        self._step_s = step_s
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        """See `Runner`."""
+        time.sleep(self._step_s)
+        return self._runner.execute(output)
 
 
 def _core(config: EngineConfig, runner: Runner, num_pages: int, budget: int, max_model_len: int) -> EngineCore:

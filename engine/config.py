@@ -53,6 +53,8 @@ class EngineConfig:
         choices=("model", "fake"),
     )
 
+    fake_step_ms: float = option(0.0, "fake runner: least time of a step, for tests of faults", unit="ms", minimum=0)
+
     def __post_init__(self) -> None:
         check(self)
         if self.max_num_batched_tokens is not None and self.max_num_batched_tokens < self.max_num_seqs:

@@ -1,4 +1,4 @@
-"""The whole path over real processes with the KV-hashing fake runner: a page that is not the right one is a wrong token."""
+"""The whole path over real processes with the KV-hashing fake runner: a wrong page is a wrong token."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
@@ -85,34 +86,29 @@ def assert_all_free(deployment: Deployment) -> None:
 
 
 def test_wire_bytes_within_two_percent(disaggregated: Deployment) -> None:
-    """The fake's pages are tiny, so the overhead is judged on the real model (tests/parity); here: pages are counted."""
+    """The fake's pages are tiny: the overhead is judged on the real model (tests/parity); here pages are counted."""
     with disaggregated.client() as client:
         result = client.generate(prompt_token_ids=prompt_of(160), max_tokens=2)
     assert result.timings.transfer_bytes >= 10 * 16 * 16
 
 
-def test_at_most_one_message_per_step_and_router(disaggregated: Deployment) -> None:
-    def counters() -> tuple[float, float, float]:
-        d = disaggregated
+def test_at_most_one_message_per_step_and_router(tmp_path: Path) -> None:
+    def counters(d: Deployment) -> tuple[float, float, float]:
         return (
             d.metric("decode-0", "pdserve_session_messages_total", direction="sent", kind="step_outputs"),
             d.metric("decode-0", "pdserve_engine_steps_total"),
             d.metric("decode-0", "pdserve_generation_tokens_total"),
         )
 
-    async def load() -> None:
-        async with AsyncClient(disaggregated.address) as client:
-            await asyncio.gather(
-                *(
-                    client.generate(prompt_token_ids=prompt_of(64, i), max_tokens=100, ignore_eos=True)
-                    for i in range(32)
-                )
-            )
+    async def load(address: str) -> None:
+        options = {"max_tokens": 60, "ignore_eos": True}
+        async with AsyncClient(address) as client:
+            await asyncio.gather(*(client.generate(prompt_token_ids=prompt_of(64, i), **options) for i in range(32)))
 
-    messages, steps, tokens = counters()
-    asyncio.run(load())
-    messages, steps, tokens = (b - a for a, b in zip((messages, steps, tokens), counters(), strict=True))
-    assert tokens >= 32 * 99
+    with deploy(tmp_path, "fake", WORKERS, [*ENGINE_FLAGS, "--fake-step-ms", "10"]) as running:
+        asyncio.run(load(running.address))
+        messages, steps, tokens = counters(running)
+    assert tokens == 32 * 59
     assert messages <= steps
     assert messages < tokens / 4, "deltas of one step must share a message"
 

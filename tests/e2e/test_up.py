@@ -52,6 +52,9 @@ class Up:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait(10)
+        self._reader.join(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -119,7 +122,7 @@ def test_says_what_is_wrong(tmp_path: Path, flags: list[str], words: list[str]) 
     up = Up(tmp_path, *flags)
     try:
         assert up.process.wait(60) in (1, 2)
-        up._reader.join(5)
+        up.end()
         for word in words:
             assert word in up.output, up.output
         assert "Traceback" not in up.output

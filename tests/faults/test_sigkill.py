@@ -22,8 +22,7 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
     with deploy(
         tmp_path,
         "fake",
-        flags=["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "512"],
-        env={"PDSERVE_FAKE_STEP_MS": "20"},
+        flags=["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "512", "--fake-step-ms", "20"],
     ) as running:
         yield running
 
