@@ -101,6 +101,6 @@ def test_bytes_on_the_wire(disaggregated: Outcome, mixed: Outcome) -> None:
     moved = [r for r in disaggregated.greedy if len(r.token_ids) > 1]
     assert len(moved) >= 40
     for result in moved:
-        page_bytes = -(-result.usage.prompt_tokens // PAGE_SIZE) * LAYOUT.page_bytes
+        page_bytes = -(-result.usage.prompt_tokens // PAGE_SIZE) * PAGE_BYTES
         assert page_bytes <= result.timings.transfer_bytes <= 1.02 * page_bytes
     assert all(r.timings.transfer_bytes == 0 for r in mixed.greedy)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 import pytest
+
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError
 from pdserve.core.registry import WorkerRecord
@@ -17,7 +18,6 @@ from pdserve.router.inbox import Died, Inbox, Output, Reservation, WorkersChange
 from pdserve.router.worker_client import GrpcWorkerClient, WorkerClient
 from pdserve.router.worker_set import WorkerSet
 from pdserve.v1 import common_pb2, worker_pb2, worker_pb2_grpc
-
 from tests.router.test_worker_table import MODEL, layout
 from tests.router.world import tokens
 
