@@ -11,9 +11,11 @@ import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
@@ -136,8 +138,33 @@ def _wrap_handler(handler: Any, method: str) -> Any:
         if behaviour is not None:
             wrap: Any = _wrap_stream if inspect.isasyncgenfunction(behaviour) else _wrap_call
             make: Any = getattr(grpc, f"{kind}_rpc_method_handler")
-            return make(wrap(behaviour, method), handler.request_deserializer, handler.response_serializer)
+            deserialize = handler.request_deserializer
+            if kind.startswith("unary_") and deserialize is not None:
+                deserialize = _typed_deserializer(deserialize)
+            return make(wrap(behaviour, method), deserialize, handler.response_serializer)
     raise AssertionError(f"{method} has no behaviour")
+
+
+@dataclass(frozen=True, slots=True)
+class _Undecodable:
+    """Stands for a request that is no message of the expected type; gRPC itself would answer UNKNOWN."""
+
+    error: str
+
+
+def _typed_deserializer(deserialize: Callable[[bytes], object]) -> Callable[[bytes], object]:
+    def typed(data: bytes) -> object:
+        try:
+            return deserialize(data)
+        except DecodeError as e:
+            return _Undecodable(str(e))
+
+    return typed
+
+
+def _check_decoded(request: object) -> None:
+    if isinstance(request, _Undecodable):
+        raise RequestError(f"the request cannot be decoded: {request.error}", reason="BAD_MESSAGE")
 
 
 async def _refuse_loading(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
@@ -161,6 +188,7 @@ async def _typed_errors(context: grpc.aio.ServicerContext[Any, Any], method: str
 def _wrap_call(behaviour: Callable[..., Any], method: str) -> Callable[..., Awaitable[object]]:
     async def call(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> object:
         async with _typed_errors(context, method):
+            _check_decoded(request)
             result = behaviour(request, context)
             return await result if inspect.isawaitable(result) else result
 
@@ -169,9 +197,11 @@ def _wrap_call(behaviour: Callable[..., Any], method: str) -> Callable[..., Awai
 
 def _wrap_stream(behaviour: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[object]]:
     async def stream(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[object]:
-        async with _typed_errors(context, method), aclosing(behaviour(request, context)) as responses:
-            async for response in responses:
-                yield response
+        async with _typed_errors(context, method):
+            _check_decoded(request)
+            async with aclosing(behaviour(request, context)) as responses:
+                async for response in responses:
+                    yield response
 
     return stream
 

@@ -1,5 +1,7 @@
 """Request records in Redis: accepted ones are awaited, later changes are written in the background in order.
 
+New records that wait at the same time share one round trip, so that a burst of requests needs no burst of connections.
+
 The background writer holds at most one change per request (a newer one absorbs the older), so it is bounded by the
 open requests and never blocks a token. While Redis is down it keeps trying; a change that finds no room is counted and
 logged.
@@ -8,8 +10,8 @@ logged.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
+from collections import deque
 from collections.abc import Awaitable, Mapping
 from dataclasses import fields
 from importlib.resources import files
@@ -114,7 +116,9 @@ class RedisRequestStore:
         self._writing: dict[str, RecordChange] = {}
         self._wake = asyncio.Event()
         self._idle = asyncio.Condition()
-        self._writer: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._new: deque[tuple[RequestRecord, asyncio.Future[list[Any]]]] = deque()
+        self._new_wake = asyncio.Event()
         self._create, self._update, self._delete = (
             files("pdserve.router").joinpath(f"record_{name}.lua").read_text()
             for name in ("create", "update", "delete")
@@ -129,23 +133,25 @@ class RedisRequestStore:
             ConfigError: The store does not answer, or it evicts keys.
         """
         await check_redis(self._redis, self._url)
-        self._writer = asyncio.create_task(self._write_forever(), name="record-writer")
+        self._tasks = [
+            asyncio.create_task(self._write_forever(), name="record-writer"),
+            asyncio.create_task(self._create_forever(), name="record-creator"),
+        ]
 
     async def close(self) -> None:
         """Writes what is pending (for a bounded time) and closes the connections."""
         await self._flush(None)
-        if self._writer is not None:
-            self._writer.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._writer
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._redis.aclose(close_connection_pool=True)
 
     async def create(self, record: RequestRecord) -> None:
         """See `RequestStore`."""
-        values = _to_hash(record)
-        found = await self._call(
-            "create", self._redis.eval(self._create, 1, record_key(record.request_id), str(OPEN_TTL_S), *values)
-        )
+        reply: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        self._new.append((record, reply))
+        self._new_wake.set()
+        found = await reply
         if found[0] == 1:
             return
         raise duplicate_error(record.request_id, found[1] == record.request_digest, RequestState(found[2].decode()))
@@ -181,16 +187,41 @@ class RedisRequestStore:
             raise still_running_error(request_id)
         return bool(result == 1)
 
+    async def _create_forever(self) -> None:
+        while True:
+            await self._new_wake.wait()
+            self._new_wake.clear()
+            while self._new:
+                await self._create_batch()
+
+    async def _create_batch(self) -> None:
+        batch = [self._new.popleft() for _ in range(min(MAX_BATCH, len(self._new)))]
+        try:
+            async with self._redis.pipeline(transaction=False) as pipe:
+                for record, _ in batch:
+                    pipe.eval(self._create, 1, record_key(record.request_id), str(OPEN_TTL_S), *_to_hash(record))
+                results = await self._call("create", pipe.execute(raise_on_error=False))
+        except UnavailableError as e:
+            failed = [*batch, *self._new]  # whoever waits behind them would only wait longer for the same answer
+            self._new.clear()
+            for _, reply in failed:
+                if not reply.done():
+                    reply.set_exception(e)
+            return
+        for (_, reply), result in zip(batch, results, strict=True):
+            if reply.done():  # its caller is gone
+                continue
+            if isinstance(result, ResponseError):
+                reply.set_exception(_unavailable(result))
+            else:
+                reply.set_result(result)
+
     async def _call(self, operation: str, reply: Awaitable[Any] | Any) -> Any:  # redis-py types both faces at once
         try:
             return await reply
         except STORE_ERRORS as e:
             self._metrics.store_errors.labels(operation).inc()
-            raise UnavailableError(
-                f"the request store does not answer ({type(e).__name__}: {e}); retry soon, running requests go on",
-                reason="STORE_UNAVAILABLE",
-                retry_after_s=1.0,
-            ) from e
+            raise _unavailable(e) from e
 
     async def _flush(self, request_id: str | None) -> None:
         def written() -> bool:
@@ -265,6 +296,14 @@ def still_running_error(request_id: str) -> RequestError:
         f"request {request_id!r} has not ended; cancel it first",
         status="FAILED_PRECONDITION",
         reason="STILL_RUNNING",
+    )
+
+
+def _unavailable(error: BaseException) -> UnavailableError:
+    return UnavailableError(
+        f"the request store does not answer ({error or type(error).__name__}); retry soon, running requests go on",
+        reason="STORE_UNAVAILABLE",
+        retry_after_s=1.0,
     )
 
 

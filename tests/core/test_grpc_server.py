@@ -144,6 +144,20 @@ def test_message_over_the_limit_is_refused_and_the_server_stays_well():
     asyncio.run(main())
 
 
+def test_bytes_that_are_no_message_are_an_invalid_argument():
+    async def main():
+        async with running() as (_, channel, _address):
+            for method, call in (("GetRequest", channel.unary_unary), ("Attach", channel.unary_stream)):
+                rpc = call(f"/{INFERENCE}/{method}")(b"\x0a\x02\xff\xfe", timeout=10)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await (rpc if method == "GetRequest" else rpc.read())
+                error = error_from_rpc(caught.value)
+                assert (error.status, error.reason) == ("INVALID_ARGUMENT", "BAD_MESSAGE")
+                assert "UTF-8" in error.message
+
+    asyncio.run(main())
+
+
 def test_unknown_method_is_unimplemented():
     async def main():
         async with running() as (_, channel, _):

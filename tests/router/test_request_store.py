@@ -97,6 +97,19 @@ def test_same_id_again(server: RedisServer) -> None:
     run(server.url, test)
 
 
+def test_a_thousand_at_once_need_few_connections(server: RedisServer) -> None:
+    names = [next(_names) for _ in range(1000)]
+
+    async def test(store: RedisRequestStore) -> None:
+        await asyncio.gather(*(store.create(record(n)) for n in names))
+        assert (await store.get(names[-1])).state is S.QUEUED
+        redis = Redis.from_url(server.url)
+        assert (await redis.info("clients"))["connected_clients"] <= 5
+        await redis.aclose()
+
+    run(server.url, test)
+
+
 Step = tuple[RequestState, int, int]
 
 
