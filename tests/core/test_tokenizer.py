@@ -120,3 +120,13 @@ def test_needs_neither_torch_nor_transformers() -> None:
     code = "import sys, pdserve.core.text_stream; print(*{'torch', 'transformers'} & set(sys.modules))"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert out.stdout.strip() == ""
+
+
+def test_equals_transformers_for_the_built_in_model() -> None:
+    from transformers import AutoTokenizer
+
+    from pdserve.engine.model_store import resolve_model
+
+    directory = resolve_model("SmolLM2-135M-Instruct")
+    ours = Tokenizer.from_dir(directory)
+    _assert_equal(ours, AutoTokenizer.from_pretrained(directory))
