@@ -169,7 +169,7 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens
         chunked: list[Sequence] = []
         at = 0
-        while at < len(self._running) and budget:  # a decode that grows may take younger ones off the end
+        while at < len(self._running) and budget:  # a decode that grows takes only younger ones, further on in the list
             seq = self._running[at]
             at += 1
             if seq.goal - seq.num_computed != 1:
@@ -179,7 +179,7 @@ class Scheduler:
                 scheduled.append(seq)
                 budget -= 1
         for seq in chunked:
-            if budget and seq.state is SequenceState.RUNNING:
+            if budget:
                 budget -= self._take_chunk(seq, budget, items, scheduled)
         self._serve_reservations(now)
         while budget and (started := self._start_next()) is not None:

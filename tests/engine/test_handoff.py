@@ -80,8 +80,9 @@ def test_nothing_is_announced_before_the_destination_has_reserved() -> None:
 
 def test_a_lease_released_early_goes_with_the_first_token() -> None:
     engine = Engine(16, max_num_batched_tokens=8)
-    engine.step(Add(request("a", range(20)), handoff=True))
+    engine.step(Add(request("a", range(20)), handoff=True, reserved=True))
     events = engine.run(ReleaseLease("a"))
+    assert not ready(events, "a")
     assert Streams(events).tokens["a"] == expected_tokens(range(20), 1)
     assert engine.pool.num_free == 16
 
@@ -213,3 +214,15 @@ def test_a_reservation_takes_no_pages_before_an_older_sequence_that_was_preempte
     assert finished == {"old"}  # pages were free for it before, while the preempted one could not start yet
     streams.read(engine.run(Abort("late")))
     streams.check([old, new])
+
+
+def test_announced_pages_are_never_taken_for_a_decode() -> None:
+    engine = Engine(8, max_num_seqs=2, max_num_batched_tokens=3)
+    events = list(engine.step(Add(request("old", range(2), 25, arrival_s=0.0))).events)
+    events += engine.run(Add(request("handoff", range(24), 9, arrival_s=1.0), handoff=True, reserved=True))
+    pages = [ref for e in ready(events, "handoff") for ref in e.pages]
+    assert len(pages) == 6 and ready(events, "handoff")[0].first_page == 0
+    assert all(engine.pool.generation(p.page_id) == p.generation for p in pages)
+    assert not Streams(events).finished  # the decode waits for the lease to end
+    events += engine.run(ReleaseLease("handoff"))
+    assert Streams(events).finished == {"old": "length"}

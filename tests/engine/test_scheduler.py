@@ -181,7 +181,7 @@ def test_what_starts_leaves_the_others_room_to_grow() -> None:
 
 
 def test_a_prefill_whose_pages_are_taken_is_not_computed_in_that_step() -> None:
-    engine = Engine(12, max_num_seqs=2, max_num_batched_tokens=4)
+    engine = Engine(12, max_num_seqs=2, max_num_batched_tokens=2)
     old, new = request("old", range(4), 30, arrival_s=0), request("new", range(36), 4, arrival_s=1)
     streams = Streams(engine.step(Add(old)).events)
     streams.read(engine.run(Add(new)))
