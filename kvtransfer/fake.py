@@ -77,5 +77,4 @@ class FakePageSink:
                 raise TransferError(f"page {page.page_id} arrived corrupt", reason="CORRUPT_PAGE")
         return len(sources) * self._memory.page_bytes
 
-    async def close(self) -> None:
-        return None
+    async def close(self) -> None: ...
