@@ -186,7 +186,7 @@ class Attempt:
             return self._reservation(event.result)
         if event.output.HasField("failed"):
             self._alive.discard(event.worker_id)
-            raise error_from_detail(event.output.failed)
+            raise self._named(error_from_detail(event.output.failed))
         if self._route.prefill is not None and event.worker_id == self._route.prefill.worker_id:
             return self._from_prefill(event)
         if self._route.prefill is not None and not self._progress.num_tokens:
@@ -261,6 +261,18 @@ class Attempt:
                 f"worker {event.worker_id} sent output index {output.delta.index}, expected {self._progress.num_tokens}"
             )
         self._progress.release(output.delta)
+
+    def _named(self, error: PdserveError) -> PdserveError:
+        """Names the workers: what one of them saw may be the other's death."""
+        if error.status not in ("UNAVAILABLE", "INTERNAL"):
+            return error
+        where = " and ".join(f"{f.role} worker {f.worker_id}" for f in (self._route.prefill, self._route.decode) if f)
+        return type(error)(
+            f"{error.message} (on {where})",
+            reason=error.reason,
+            status=error.status,
+            retry_after_s=error.retry_after_s,
+        )
 
     def _broken(self, what: str) -> PdserveError:
         return EngineError(f"{what}; nothing of it was passed on: report this", reason="BROKEN_STREAM")

@@ -233,7 +233,9 @@ class Orchestrator:
             request.accepted.exception()  # the caller may be gone
             return
         request.accepted.set_result(None)
-        timer = asyncio.create_task(self._deadline(request, request.deadline_s)) if request.deadline_s else None
+        timer = None
+        if request.deadline_s is not None:
+            timer = asyncio.create_task(self._deadline(request, request.deadline_s))
         try:
             outcome = await self._serve(request)
             terminal = self._finished(request, outcome) if isinstance(outcome, Completed) else self._cancelled(request)

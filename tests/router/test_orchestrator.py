@@ -284,6 +284,8 @@ def test_failed_output_ends_the_other_side(who: str) -> None:
         with pytest.raises(PdserveError) as caught:
             await read_all(opened)
         assert caught.value.reason == "TRANSFER_FAILED"
+        assert "p0" in caught.value.message
+        assert "d0" in caught.value.message
         assert w.clients[who].aborted == []
         other = w.clients["d0" if who == "p0" else "p0"]
         assert other.aborted == [("r", 1, "TRANSFER_FAILED")]
