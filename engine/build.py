@@ -231,4 +231,4 @@ def _profile(config: EngineConfig, runner: Runner, layout: KVLayout, num_pages: 
         return time.perf_counter() - began
 
     limit = min(_MAX_TOKEN_BUDGET, max_model_len, num_pages * layout.page_size)
-    return profile_steps(measure, config.step_target_ms / 1000, config.max_num_seqs, limit)
+    return profile_steps(measure, config.step_target_ms / 1000, layout.page_size, limit)

@@ -32,7 +32,7 @@ def profile_steps(
     Args:
         measure: Runs a step of so many tokens and returns its seconds.
         target_s: Step time to aim at.
-        min_budget: Never choose less: a full batch of decodes must fit.
+        min_budget: Never choose less, or long prompts would not get on.
         max_budget: Never choose or measure more.
         limit_s: Stop measuring after this much time in all.
     """

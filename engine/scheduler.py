@@ -5,7 +5,8 @@ second catch up with the first, in this order: sequences one token behind (decod
 then those that wait. Invariants:
 
 - A sequence gets the pages of all its known tokens when it starts to run, all or nothing; only decodes grow.
-- A page is taken back only from a sequence younger than the one that needs it, so the oldest gets on and all end.
+- A page is taken back only from a sequence that does not run, or is younger than the one that needs it: so the oldest
+  that runs gets on, and all end.
 - Pages that another process may read or write (announced hand-offs, reservations) are never taken back.
 - Pages of a hand-off are announced only once its destination has reserved; until then the sequence may be requeued.
 """
@@ -45,7 +46,7 @@ class SchedulerLimits:
     Attributes:
         page_size: Tokens per page.
         max_num_seqs: Sequences that run at once.
-        max_num_batched_tokens: Token budget of a step, >= max_num_seqs.
+        max_num_batched_tokens: Token budget of a step; prefill chunks get what the running decodes leave of it.
         max_model_len: Known tokens of one sequence.
         max_unreserved_fraction: Share of the pool that hand-offs without a reserved destination may hold together; one
             alone may hold more.
@@ -169,7 +170,7 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens
         chunked: list[Sequence] = []
         at = 0
-        while at < len(self._running) and budget:  # a decode that grows takes only younger ones, further on in the list
+        while at < len(self._running):  # a decode that grows takes only younger ones, further on in the list
             seq = self._running[at]
             at += 1
             if seq.goal - seq.num_computed != 1:
@@ -179,11 +180,11 @@ class Scheduler:
                 scheduled.append(seq)
                 budget -= 1
         for seq in chunked:
-            if budget:
+            if budget > 0:
                 budget -= self._take_chunk(seq, budget, items, scheduled)
         self._serve_reservations(now)
-        while budget and (started := self._start_next()) is not None:
-            budget -= self._take_chunk(started, budget, items, scheduled)
+        while (budget > 0 or self._decode_waits()) and (started := self._start_next()) is not None:
+            budget -= self._take_chunk(started, max(budget, 1), items, scheduled)
         self._scheduled = scheduled
         if not items:
             return None
@@ -335,6 +336,10 @@ class Scheduler:
         scheduled.append(seq)
         return num_tokens
 
+    def _decode_waits(self) -> bool:
+        """Says whether the first to start has its prompt's pages already, pulled: then it is a decode."""
+        return bool(self._waiting) and bool(self._waiting[0].page_table)
+
     def _start_next(self) -> Sequence | None:
         """Moves the first waiting sequence to RUNNING with all its pages, if there is room."""
         if not self._waiting or len(self._running) >= self._limits.max_num_seqs:
@@ -361,8 +366,9 @@ class Scheduler:
     def _grow(self, seq: Sequence) -> bool:
         """One more page for a running sequence, from a younger one if need be; False: it sits this step out."""
         while not self._pages.can_give(1):
-            holders = [*takewhile(lambda s: s.page_table, self._waiting), *self._running]
-            victims = [s for s in holders if s.order > seq.order and not (s.handoff and s.reserved)]
+            # Sequences that wait with pages are victims at any age: they may be waiting for this one's place to run.
+            victims = list(takewhile(lambda s: s.page_table, self._waiting))
+            victims += (s for s in self._running if s.order > seq.order and not (s.handoff and s.reserved))
             if not victims:
                 return False
             self._preempt(max(victims, key=_age))

@@ -226,3 +226,40 @@ def test_announced_pages_are_never_taken_for_a_decode() -> None:
     assert not Streams(events).finished  # the decode waits for the lease to end
     events += engine.run(ReleaseLease("handoff"))
     assert Streams(events).finished == {"old": "length"}
+
+
+def test_an_older_activated_sequence_waiting_for_a_place_does_not_block_a_running_one() -> None:
+    """One place to run, a full pool: the running sequence needs the page of the one that waits for its place."""
+    prefill, decode = Engine(16), Engine(6, max_num_seqs=1)
+    older, younger = request("older", range(8), 8, arrival_s=0.0), request("younger", range(3), 13, arrival_s=1.0)
+    streams = Streams()
+    pages = reserved(decode.step(Reserve(older, 50.0)).events)["older"]
+    streams.read(decode.step(Add(younger)).events)
+    for _ in range(8):  # three prompt pages of the pool's six are left to the younger one; it takes them all
+        streams.read(decode.step().events)
+    events = prefill.run(Add(older, handoff=True, reserved=True))
+    streams.read(events)
+    decode.pull(prefill, [p for e in ready(events, "older") for p in e.pages], pages)
+    streams.read(decode.run(Activate("older", streams.tokens["older"][0])))
+    streams.check([older, younger])
+    assert decode.pool.num_free == 6
+
+
+def test_every_decode_runs_even_beyond_the_token_budget() -> None:
+    engine = Engine(64, max_num_seqs=8, max_num_batched_tokens=4)
+    requests = [request(f"r{i}", range(i, i + 3), max_tokens=30, arrival_s=i) for i in range(8)]
+    source = Engine(64)
+    streams = Streams()
+    for r in requests:
+        pages = reserved(engine.step(Reserve(r, 50.0)).events)[r.key]
+        events = source.run(Add(r, handoff=True, reserved=True))
+        streams.read(events)
+        engine.pull(source, [p for e in ready(events, r.key) for p in e.pages], pages)
+    first = engine.step(*(Activate(r.key, streams.tokens[r.key][0]) for r in requests))
+    streams.read(first.events)
+    steps = [engine.step() for _ in range(3)]
+    assert [s.num_tokens for s in steps] == [8, 8, 8]
+    for s in steps:
+        streams.read(s.events)
+    streams.read(engine.run())
+    streams.check(requests)
