@@ -161,7 +161,7 @@ def test_abort_while_prefilling() -> None:
         await both.submit("r", prompt_of(LONG))
         await until(lambda: both.prefill.metric("pdserve_engine_steps_total") > 2, "some chunks")
         assert (await both.abort(both.to_prefill, "r")).known
-        assert (await both.abort(both.to_decode, "r")).known
+        await both.abort(both.to_decode, "r")  # may have ended already: its transfer was closed
         assert both.to_prefill.of("r").token_ids == []
 
     run(scenario, prefill=engine_config(max_num_batched_tokens=2, max_num_seqs=2))
