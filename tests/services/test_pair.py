@@ -101,10 +101,11 @@ def test_a_stop_string_ends_the_stream(at: int) -> None:
     run(scenario)
 
 
+@pytest.mark.parametrize("length", [50, 2000])  # in one chunk; in many, with pages pulled before the end
 @pytest.mark.parametrize("why", ["max_tokens", "stop token", "stop string"])
-def test_the_first_token_ends_the_request(why: str) -> None:
+def test_the_first_token_ends_the_request(why: str, length: int) -> None:
     async def scenario(both: Pair) -> None:
-        prompt = prompt_of(50)
+        prompt = prompt_of(length)
         first = expected_tokens(prompt, 1)[0]
         options: dict[str, object] = {
             "max_tokens": {"max_tokens": 1},
@@ -120,7 +121,7 @@ def test_the_first_token_ends_the_request(why: str) -> None:
         await both.all_free()
         assert d.token_ids == [] and d.failed is None and d.finished is None
 
-    run(scenario)
+    run(scenario, prefill=engine_config(max_num_batched_tokens=64))
 
 
 def test_32_sequences_share_one_message_per_step() -> None:
