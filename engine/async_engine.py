@@ -13,10 +13,31 @@ import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
+from typing import Protocol
 
 from pdserve.core.errors import EngineError
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.step import Command, EngineLoad, StepEvents
+
+
+class Engine(Protocol):
+    """A running engine as a service sees it: commands in, step events out. `AsyncEngine` is one."""
+
+    def send(self, command: Command) -> None:
+        """Hands a command over.
+
+        Raises:
+            EngineError: The engine is dead or stopped.
+        """
+        ...
+
+    def outputs(self) -> AsyncIterator[StepEvents]:
+        """Yields what happened, in order; see `AsyncEngine.outputs`."""
+        ...
+
+    def load(self) -> EngineLoad:
+        """Load after the last step."""
+        ...
 
 
 class AsyncEngine:

@@ -12,7 +12,7 @@ import contextlib
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Coroutine, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -113,6 +113,7 @@ class TransferServer(rpc.KvTransferServicer):
         max_pending_opens: Per stream: opens kept for transfers that are not offered yet.
         pending_open_s: How long such an open is kept, seconds.
         heartbeat_s: Time between signs of life to decode, seconds.
+        hashers: Where pages are hashed, off the loop; None: one thread. Ended by `stop`.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class TransferServer(rpc.KvTransferServicer):
         max_pending_opens: int = 1024,
         pending_open_s: float = 30.0,
         heartbeat_s: float = 1.0,
+        hashers: Executor | None = None,
     ) -> None:
         self._memory, self._source, self._layout, self._clock = memory, source, layout, clock
         self._identity_digest, self._incarnation, self._listener = identity_digest, incarnation, listener
@@ -139,7 +141,7 @@ class TransferServer(rpc.KvTransferServicer):
         self._ended: OrderedDict[str, str] = OrderedDict()  # the last ones, so that a late open is told why
         self._streams: set[_Stream] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._hashers = ThreadPoolExecutor(1, thread_name_prefix="kv-hash")
+        self._hashers = hashers or ThreadPoolExecutor(1, thread_name_prefix="kv-hash")
         self._sweeper: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self.num_late = 0

@@ -16,14 +16,16 @@ import socket
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import ConfigError
-from pdserve.core.grpc_server import GrpcServer
+from pdserve.core.grpc_server import GrpcServer, channel_options
 from pdserve.core.net import format_address
 from pdserve.core.process import StopSignals, announce, ready_line
 from pdserve.core.redis_client import open_redis
@@ -123,7 +125,7 @@ class RouterApp:
             clock,
             heartbeat_s=config.heartbeat_s,
             worker_timeout_s=config.worker_timeout_s,
-            max_message_bytes=service.max_message_bytes,
+            open_channel=partial(grpc.aio.insecure_channel, options=channel_options(service.max_message_bytes)),
         )
         connecting = await stack.enter_async_context(_background(connector.run()))
         await server.start()

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Protocol
+
+import grpc.aio
 
 from pdserve.core.clock import Clock
 from pdserve.core.registry import WorkerRecord
@@ -41,7 +43,7 @@ class Connector:
         clock: Time.
         heartbeat_s: Time between signs of life.
         worker_timeout_s: A worker silent for this long is taken for dead.
-        max_message_bytes: gRPC message limit.
+        open_channel: Makes a gRPC channel to host:port.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Connector:
         *,
         heartbeat_s: float,
         worker_timeout_s: float,
-        max_message_bytes: int,
+        open_channel: Callable[[str], grpc.aio.Channel],
     ) -> None:
         self._workers = workers
         self._discovery = discovery
@@ -61,7 +63,7 @@ class Connector:
         self._clock = clock
         self._heartbeat_s = heartbeat_s
         self._worker_timeout_s = worker_timeout_s
-        self._max_message_bytes = max_message_bytes
+        self._open_channel = open_channel
         self._listed: dict[str, Listed] = {}
         self._keepers: dict[str, asyncio.Task[None]] = {}
         self._news: dict[str, asyncio.Event] = {}
@@ -103,7 +105,7 @@ class Connector:
                 self._workers,
                 heartbeat_s=self._heartbeat_s,
                 timeout_s=self._worker_timeout_s,
-                max_message_bytes=self._max_message_bytes,
+                open_channel=self._open_channel,
             )
             try:
                 error = await client.run()

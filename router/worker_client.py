@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from typing import Protocol
+from collections.abc import AsyncIterator, Callable
+from typing import NamedTuple, Protocol
 
 import grpc
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, TransferError, UnavailableError
-from pdserve.core.grpc_server import channel_options, error_from_rpc
+from pdserve.core.grpc_server import error_from_rpc
 from pdserve.core.layout import KVLayout
 from pdserve.core.request import Role
 from pdserve.router.inbox import AttemptEvent, Died, Inbox, Output, Reservation
@@ -29,6 +29,18 @@ Call = grpc.aio.StreamStreamCall[worker_pb2.SessionRequest, worker_pb2.SessionRe
 
 _log = logging.getLogger(__name__)
 _ROLES = {common_pb2.ROLE_PREFILL: Role.PREFILL, common_pb2.ROLE_DECODE: Role.DECODE, common_pb2.ROLE_MIXED: Role.MIXED}
+
+
+class _Key(NamedTuple):
+    """Names an attempt; the epoch tells it from one of an earlier request under the same id."""
+
+    request_id: str
+    owner_epoch: int
+    attempt: int
+
+
+def _key(fence: common_pb2.Fence) -> _Key:
+    return _Key(fence.request_id, fence.owner_epoch, fence.attempt)
 
 
 class WorkerClient(Protocol):
@@ -46,7 +58,7 @@ class WorkerClient(Protocol):
         """
         ...
 
-    def forget(self, request_id: str, attempt: int) -> None:
+    def forget(self, fence: common_pb2.Fence) -> None:
         """The attempt has ended on this worker; later messages of it are dropped."""
         ...
 
@@ -85,7 +97,7 @@ class GrpcWorkerClient:
         owner: Hears of the session's life.
         heartbeat_s: Time between signs of life.
         timeout_s: A worker silent for this long is taken for dead.
-        max_message_bytes: gRPC message limit.
+        open_channel: Makes a gRPC channel to host:port.
 
     Attributes:
         num_late: Messages for unknown or ended attempts, dropped.
@@ -101,7 +113,7 @@ class GrpcWorkerClient:
         *,
         heartbeat_s: float,
         timeout_s: float,
-        max_message_bytes: int,
+        open_channel: Callable[[str], grpc.aio.Channel],
     ) -> None:
         self.listed = listed
         self.worker_id = listed.worker_id
@@ -112,9 +124,9 @@ class GrpcWorkerClient:
         self._owner = owner
         self._heartbeat_s = heartbeat_s
         self._max_silent_ticks = max(1, round(timeout_s / heartbeat_s))
-        self._max_message_bytes = max_message_bytes
-        self._attempts: dict[tuple[str, int], Inbox] = {}
-        self._aborts: dict[tuple[str, int], asyncio.Future[bool]] = {}
+        self._open_channel = open_channel
+        self._attempts: dict[_Key, Inbox] = {}
+        self._aborts: dict[_Key, asyncio.Future[bool]] = {}
         self._leases: set[str] = set()
         self._outgoing: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
         self._silent_ticks = 0
@@ -128,12 +140,12 @@ class GrpcWorkerClient:
         if self._error is not None:
             inbox.put(Died(self.worker_id, fence.attempt, self._error))
             return
-        self._attempts[fence.request_id, fence.attempt] = inbox
+        self._attempts[_key(fence)] = inbox
         self._outgoing.put_nowait(worker_pb2.SessionRequest(submit=message))
 
     async def abort(self, fence: common_pb2.Fence, reason: str, timeout_s: float) -> bool:
         """See `WorkerClient`."""
-        key = (fence.request_id, fence.attempt)
+        key = _key(fence)
         self._attempts.pop(key, None)
         if self._error is not None:
             return False
@@ -150,9 +162,9 @@ class GrpcWorkerClient:
         finally:
             self._aborts.pop(key, None)
 
-    def forget(self, request_id: str, attempt: int) -> None:
+    def forget(self, fence: common_pb2.Fence) -> None:
         """See `WorkerClient`."""
-        self._attempts.pop((request_id, attempt), None)
+        self._attempts.pop(_key(fence), None)
 
     def hold_lease(self, transfer_id: str) -> None:
         """See `WorkerClient`."""
@@ -175,9 +187,7 @@ class GrpcWorkerClient:
         return error
 
     async def _session(self) -> PdserveError:
-        async with grpc.aio.insecure_channel(
-            self.listed.address, options=channel_options(self._max_message_bytes)
-        ) as channel:
+        async with self._open_channel(self.listed.address) as channel:
             hello = worker_pb2.Hello(router_id=self._router_id, protocol_version=PROTOCOL_VERSION)
             self._outgoing.put_nowait(worker_pb2.SessionRequest(hello=hello))
             call: Call = worker_pb2_grpc.WorkerStub(channel).Session(self._requests())  # type: ignore[no-untyped-call]
@@ -267,8 +277,7 @@ class GrpcWorkerClient:
             result = message.reservation
             self._deliver(result.fence, Reservation(self.worker_id, result.fence.attempt, result))
         elif kind == "aborted":
-            fence = message.aborted.fence
-            answer = self._aborts.get((fence.request_id, fence.attempt))
+            answer = self._aborts.get(_key(message.aborted.fence))
             if answer is not None and not answer.done():
                 answer.set_result(True)
         elif kind == "heartbeat":
@@ -278,7 +287,7 @@ class GrpcWorkerClient:
             _log.warning("worker %s sent %s, which is not expected here", self.worker_id, kind)
 
     def _deliver(self, fence: common_pb2.Fence, event: AttemptEvent) -> None:
-        inbox = self._attempts.get((fence.request_id, fence.attempt))
+        inbox = self._attempts.get(_key(fence))
         if inbox is None:
             self.num_late += 1
         else:
@@ -286,8 +295,8 @@ class GrpcWorkerClient:
 
     def _end(self, error: PdserveError) -> None:
         self._error = error
-        for (_, attempt), inbox in self._attempts.items():
-            inbox.put(Died(self.worker_id, attempt, error))
+        for key, inbox in self._attempts.items():
+            inbox.put(Died(self.worker_id, key.attempt, error))
         for answer in self._aborts.values():
             if not answer.done():
                 answer.set_result(False)

@@ -140,7 +140,7 @@ def run(test: Callable[[Router, ScriptedWorker, int], Awaitable[None]], *, timeo
             MonotonicClock(),
             heartbeat_s=0.05,
             worker_timeout_s=timeout_s,
-            max_message_bytes=1 << 20,
+            open_channel=grpc.aio.insecure_channel,
         )
         running = asyncio.create_task(connector.run())
         try:
@@ -313,7 +313,7 @@ def test_wrong_welcome_is_refused(field: str, value: object, word: str) -> None:
 
         listed = Listed(worker_id=r.worker_id, role=r.role, incarnation=r.incarnation, address=r.address)
         client = GrpcWorkerClient(
-            listed, "router", MonotonicClock(), _Owner(), heartbeat_s=1, timeout_s=3, max_message_bytes=1 << 20
+            listed, "router", MonotonicClock(), _Owner(), heartbeat_s=1, timeout_s=3, open_channel=grpc.aio.insecure_channel
         )
         error: PdserveError = await client.run()
         assert error.reason == "BAD_WORKER"
