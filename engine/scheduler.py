@@ -291,7 +291,9 @@ class Scheduler:
         tokens = seq.tokens
         tokens.append(token.token_id)
         reason = seq.finish_reason()
-        if reason is not None:
+        # Announced pages may be read right now: they stay leased even if this token ends the request.
+        ended = reason is not None and not seq.num_announced
+        if ended:
             self._end(seq)
         self._events.append(
             TokensSampled(
@@ -303,9 +305,9 @@ class Scheduler:
                 token.token_id if reason is FinishReason.STOP else None,
             )
         )
-        if reason is None and seq.handoff:
+        if seq.handoff and not ended:
             self._hand_off(seq)
-        elif reason is None:
+        elif not ended:
             seq.goal = len(tokens)
 
     def _hand_off(self, seq: Sequence) -> None:

@@ -186,7 +186,8 @@ class TokensSampled:
         index: Output index of the first of `token_ids`.
         token_ids: New tokens, in order; not empty.
         logprobs: One per token, or empty when not asked for.
-        finish_reason: Set when this ends the sequence; its pages are free, on a handoff too.
+        finish_reason: Set when this ends the sequence. Its pages are free, unless some were announced: those wait for
+            `ReleaseLease`.
         stop_token_id: The token that matched, when it was an end-of-sequence or stop token.
         num_cached_tokens: Prompt tokens that came from the prefix cache.
     """

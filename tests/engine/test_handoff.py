@@ -263,3 +263,17 @@ def test_every_decode_runs_even_beyond_the_token_budget() -> None:
         streams.read(s.events)
     streams.read(engine.run())
     streams.check(requests)
+
+
+def test_announced_pages_stay_leased_when_the_first_token_ends_the_request() -> None:
+    """A reader may be in the middle of them; only its end, told by `ReleaseLease`, frees them."""
+    engine = Engine(16, max_num_batched_tokens=8)
+    r = request("a", range(20), 1)
+    events = list(engine.step(Add(r, handoff=True, reserved=True)).events)
+    pages = [p for e in ready(events, "a") for p in e.pages]
+    assert len(pages) == 2
+    events += engine.run()
+    assert [e.finish_reason for e in events if isinstance(e, TokensSampled)] == ["length"]
+    assert all(engine.pool.generation(p.page_id) == p.generation for p in pages)
+    engine.step(ReleaseLease("a"))
+    assert engine.pool.num_free == 16

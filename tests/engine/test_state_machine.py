@@ -141,7 +141,7 @@ class EngineMachine(RuleBasedStateMachine):
             elif isinstance(event, ReservationRefused | SequenceAborted | SequenceFailed):
                 assert not isinstance(event, SequenceFailed), event
                 self.live.discard(event.key)
-        readable = self.announced.keys() - self.unread - self.streams.finished.keys()
+        readable = self.announced.keys() - self.unread
         for page in (page for key in readable for page in self.announced[key]):
             assert self.engine.pool.generation(page.page_id) == page.generation, "a reader's page was taken"
         return item.num_tokens

@@ -1,0 +1,39 @@
+"""The documents are true where a machine can see it: links lead somewhere, flags and metrics exist."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from pdserve.cli.up import UpConfig
+from pdserve.core.config import ServiceConfig, WorkerConfig, flag_name
+from pdserve.engine.config import EngineConfig
+from pdserve.router.config import RouterConfig
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+OTHER_FLAGS = {"--role", "--config", "--help", "--router", "--num-prompts", "--max-concurrency", "--chat", "--json"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if "decisions" not in p.parts], ids=lambda p: p.name)
+def test_flags_exist(page: Path) -> None:
+    configs = (ServiceConfig, WorkerConfig, EngineConfig, RouterConfig, UpConfig)
+    known = {flag_name(f.name) for c in configs for f in fields(c)} | OTHER_FLAGS
+    for word in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text()):
+        assert word in known or page.name == "CONTRIBUTING.md", f"{page.name} names {word}"
+
+
+def test_metrics_exist() -> None:
+    names = (ROOT / "core" / "telemetry.py").read_text()
+    for name in re.findall(r"`(pdserve_[a-z_]+)", (ROOT / "docs" / "operations.md").read_text()):
+        assert f'"{name}"' in names, name
