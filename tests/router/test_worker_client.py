@@ -153,8 +153,8 @@ def run(test: Callable[[Router, ScriptedWorker, int], Awaitable[None]], *, timeo
     asyncio.run(main())
 
 
-def fence(request_id: str = "r", attempt: int = 1) -> common_pb2.Fence:
-    return common_pb2.Fence(request_id=request_id, attempt=attempt, phase=1, owner_epoch=1)
+def fence(request_id: str = "r", attempt: int = 1, epoch: int = 5) -> common_pb2.Fence:
+    return common_pb2.Fence(request_id=request_id, attempt=attempt, phase=1, owner_epoch=epoch)
 
 
 def submit(request_id: str = "r", attempt: int = 1) -> worker_pb2.Submit:
@@ -165,8 +165,10 @@ def step(*outputs: worker_pb2.SequenceOutput) -> worker_pb2.StepOutputs:
     return worker_pb2.StepOutputs(step=1, outputs=outputs, load=worker_pb2.Load(num_running=7))
 
 
-def of(output: worker_pb2.SequenceOutput, request_id: str, attempt: int = 1) -> worker_pb2.SequenceOutput:
-    output.fence.CopyFrom(fence(request_id, attempt))
+def of(
+    output: worker_pb2.SequenceOutput, request_id: str, attempt: int = 1, epoch: int = 5
+) -> worker_pb2.SequenceOutput:
+    output.fence.CopyFrom(fence(request_id, attempt, epoch))
     return output
 
 
@@ -183,6 +185,7 @@ def test_outputs_reach_their_attempts_and_nobody_else() -> None:
             step_outputs=step(
                 of(tokens(0, 1), "b", 1),  # an older attempt
                 of(tokens(0, 2), "unknown"),
+                of(tokens(0, 5), "a", epoch=4),  # an earlier request under the same id
                 of(tokens(0, 3), "b", 2),
                 of(tokens(0, 4), "a"),
             )
@@ -196,7 +199,7 @@ def test_outputs_reach_their_attempts_and_nobody_else() -> None:
         assert live is not None
         assert live.load.num_running == 7
         assert isinstance(router.client, GrpcWorkerClient)
-        assert router.client.num_late == 2
+        assert router.client.num_late == 3
 
     run(test)
 
@@ -313,7 +316,13 @@ def test_wrong_welcome_is_refused(field: str, value: object, word: str) -> None:
 
         listed = Listed(worker_id=r.worker_id, role=r.role, incarnation=r.incarnation, address=r.address)
         client = GrpcWorkerClient(
-            listed, "router", MonotonicClock(), _Owner(), heartbeat_s=1, timeout_s=3, open_channel=grpc.aio.insecure_channel
+            listed,
+            "router",
+            MonotonicClock(),
+            _Owner(),
+            heartbeat_s=1,
+            timeout_s=3,
+            open_channel=grpc.aio.insecure_channel,
         )
         error: PdserveError = await client.run()
         assert error.reason == "BAD_WORKER"
