@@ -2,13 +2,14 @@
 
 Life of a session: Hello checked -> Welcome -> messages both ways -> ended once, for whatever reason, and then
 `SessionHandler.session_ended` is called exactly once. Nothing that the router sends reaches the handler before its
-fence (attempt, owner_epoch) was checked:
+fence was checked. Fences of a request are ordered by (owner_epoch, attempt): a higher epoch is newer whatever its
+attempt, since it is a new owner, or a new request under an id whose record is gone.
 
     fence of the message                       Submit                      Abort
     owner_epoch below the highest seen         refused STALE_ATTEMPT       Aborted(known=false)
-    attempt below or equal to the highest
-      submitted or aborted                     refused STALE_ATTEMPT       to the handler
-    otherwise                                  to the handler              to the handler
+    highest epoch, attempt at or below the
+      highest submitted or aborted in it       refused STALE_ATTEMPT       to the handler
+    above the highest seen                     to the handler              to the handler
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import asyncio
 import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator, Coroutine, Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import grpc
@@ -59,12 +59,12 @@ class SessionHandler(Protocol):
         ...
 
     def submit(self, session: RouterSession, message: worker_pb2.Submit) -> None:
-        """Starts an attempt. Its fence is newer than any before; lower attempts of the request that still live here
-        must be ended by the handler (their session may be another one)."""
+        """Starts an attempt. Its fence is newer than any before; what still lives here under older fences of the
+        request must be ended by the handler (its session may be another one)."""
         ...
 
     def abort(self, session: RouterSession, message: worker_pb2.Abort) -> None:
-        """Ends an attempt and all lower ones; answer with Aborted once no page is held or written. May be unknown."""
+        """Ends an attempt and all older ones; answer with Aborted once no page is held or written. May be unknown."""
         ...
 
     def renew(self, session: RouterSession, transfer_ids: Sequence[str]) -> None:
@@ -83,14 +83,13 @@ class SessionHandler(Protocol):
 # ---- fencing -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class _Highest:
-    attempt: int = 0  # highest submitted or aborted
-    owner_epoch: int = 0
+def fence_order(fence: common_pb2.Fence) -> tuple[int, int]:
+    """Sort key of the fences of one request: the newer one is greater."""
+    return fence.owner_epoch, fence.attempt
 
 
 class FenceTable:
-    """Highest (attempt, owner_epoch) seen per request, with bounded memory (least recently used goes first).
+    """Highest fence seen per request, with bounded memory (least recently used goes first).
 
     Args:
         max_requests: Requests remembered; must exceed what can be on the way at once by far.
@@ -98,35 +97,37 @@ class FenceTable:
 
     def __init__(self, max_requests: int = 1 << 16) -> None:
         self._max_requests = max_requests
-        self._highest: OrderedDict[str, _Highest] = OrderedDict()
+        self._highest: OrderedDict[str, tuple[int, int]] = OrderedDict()  # submitted or aborted, as `fence_order`
 
     def __len__(self) -> int:
         return len(self._highest)
 
     def submit(self, fence: common_pb2.Fence) -> bool:
         """True: newer than everything before, and remembered. False: stale, or that attempt was here before."""
-        seen = self._get(fence.request_id)
-        if fence.owner_epoch < seen.owner_epoch or fence.attempt <= seen.attempt:
+        order, highest = fence_order(fence), self._get(fence.request_id)
+        if order <= highest:
             return False
-        seen.attempt, seen.owner_epoch = fence.attempt, fence.owner_epoch
+        self._set(fence.request_id, order)
         return True
 
     def abort(self, fence: common_pb2.Fence) -> bool:
         """True: from the owner, and no Submit up to this attempt is let through later. False: an older owner's."""
-        seen = self._get(fence.request_id)
-        if fence.owner_epoch < seen.owner_epoch:
+        order, highest = fence_order(fence), self._get(fence.request_id)
+        if order[0] < highest[0]:
             return False
-        seen.attempt, seen.owner_epoch = max(seen.attempt, fence.attempt), fence.owner_epoch
+        self._set(fence.request_id, max(order, highest))
         return True
 
-    def _get(self, request_id: str) -> _Highest:
-        seen = self._highest.get(request_id)
-        if seen is None:
-            seen = self._highest[request_id] = _Highest()
-            if len(self._highest) > self._max_requests:
-                self._highest.popitem(last=False)
+    def _get(self, request_id: str) -> tuple[int, int]:
+        if request_id not in self._highest:
+            return 0, 0
         self._highest.move_to_end(request_id)
-        return seen
+        return self._highest[request_id]
+
+    def _set(self, request_id: str, order: tuple[int, int]) -> None:
+        self._highest[request_id] = order
+        if len(self._highest) > self._max_requests:
+            self._highest.popitem(last=False)
 
 
 # ---- one session ---------------------------------------------------------------------------------------------------

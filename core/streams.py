@@ -13,10 +13,10 @@ from typing import Generic, Protocol, TypeVar
 from pdserve.core.errors import PdserveError
 from pdserve.core.output_stage import OutputState
 from pdserve.core.request import Request
-from pdserve.core.session import RouterSession, refusal
+from pdserve.core.session import RouterSession, fence_order, refusal
 from pdserve.core.telemetry import WorkerMetrics
 from pdserve.core.worker_app import LoadedWorker, WorkerContext
-from pdserve.v1 import worker_pb2
+from pdserve.v1 import common_pb2, worker_pb2
 
 
 @dataclass(eq=False, kw_only=True)
@@ -114,9 +114,10 @@ class StreamTable(Generic[S]):
         """The stream whose pages move in this transfer."""
         return self._by_transfer.get(transfer_id)
 
-    def of_request(self, request_id: str, max_attempt: int) -> list[S]:
-        """Streams of a request up to an attempt."""
-        return [s for s in self._by_request.get(request_id, ()) if s.submit.fence.attempt <= max_attempt]
+    def up_to(self, fence: common_pb2.Fence) -> list[S]:
+        """Streams of a request with this fence or an older one."""
+        newest = fence_order(fence)
+        return [s for s in self._by_request.get(fence.request_id, ()) if fence_order(s.submit.fence) <= newest]
 
     def of_session(self, session: RouterSession) -> list[S]:
         """Streams that a router owns."""

@@ -28,8 +28,8 @@ class ModelLimits:
 
 
 def sequence_key(fence: common_pb2.Fence) -> str:
-    """Name of an attempt in the engine."""
-    return f"{fence.request_id}/{fence.attempt}"
+    """Name of an attempt in the engine; unlike any other one's, also when the request id is used again."""
+    return f"{fence.request_id}/{fence.owner_epoch}/{fence.attempt}"
 
 
 def read_request(message: worker_pb2.Submit, limits: ModelLimits, now: float) -> Request:

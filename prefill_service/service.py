@@ -28,7 +28,7 @@ from pdserve.core.submission import ModelLimits, check_part, read_request, seque
 from pdserve.core.telemetry import WorkerMetrics
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import Tracing
-from pdserve.engine.async_engine import AsyncEngine
+from pdserve.engine.async_engine import Engine
 from pdserve.engine.step import (
     Abort,
     Add,
@@ -85,7 +85,7 @@ class PrefillService:
     def __init__(
         self,
         *,
-        engine: AsyncEngine,
+        engine: Engine,
         welcome: worker_pb2.Welcome,
         limits: ModelLimits,
         tokenizer: Tokenizer,
@@ -125,7 +125,7 @@ class PrefillService:
             raise self._failure
         check_part(message, [common_pb2.ROLE_PREFILL], self._welcome.incarnation)
         request = read_request(message, self._limits, self._clock.now())
-        for older in self._streams.of_request(message.fence.request_id, message.fence.attempt - 1):
+        for older in self._streams.up_to(message.fence):
             self._end(older)
         output = OutputState(message.fence, self._tokenizer, request.sampling, len(request.prompt_token_ids))
         output.skip(request.emitted_token_ids)
@@ -147,7 +147,7 @@ class PrefillService:
             send_aborted(session, message, known=False)
         else:
             stream.abort_answers.append(session)
-        for live in self._streams.of_request(message.fence.request_id, message.fence.attempt):
+        for live in self._streams.up_to(message.fence):
             self._end(live)
 
     def renew(self, session: RouterSession, transfer_ids: Sequence[str]) -> None:

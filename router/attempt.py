@@ -292,7 +292,7 @@ class Attempt:
             await asyncio.gather(*(c.abort(fence, reason or "FINISHED", ABORT_TIMEOUT_S) for c in clients))
         finally:
             for worker_id, client in self._clients.items():
-                client.forget(fence.request_id, fence.attempt)
+                client.forget(fence)
                 self._table.released(worker_id, self._key)
 
     def _ended_at_prefill(self) -> bool:

@@ -33,7 +33,6 @@ from pdserve.router.worker_set import WorkerSet
 from pdserve.router.worker_table import Limits
 from pdserve.v1 import common_pb2, inference_pb2, worker_pb2
 
-FIRST_EPOCH = 1
 MAX_DEADLINE_MS = 2**32 - 1
 _FINISH_WORDS = {common_pb2.FINISH_REASON_STOP: "stop", common_pb2.FINISH_REASON_LENGTH: "length"}
 
@@ -182,7 +181,7 @@ class Orchestrator:
         if known := self._open.get(admitted.request_id):
             same = known.admitted.request_digest == admitted.request_digest
             raise duplicate_error(admitted.request_id, same, RequestState.DECODING)
-        stream, recorder = OutputStream(), Recorder(self._store, admitted.request_id, FIRST_EPOCH)
+        stream, recorder = OutputStream(), Recorder(self._store, admitted.request_id)
         request = OpenRequest(
             admitted=admitted,
             arrival_s=arrival_s,
@@ -226,7 +225,7 @@ class Orchestrator:
 
     async def _life(self, request: OpenRequest) -> None:
         try:
-            await self._store.create(self._record(request))
+            await request.recorder.create(self._record(request))
         except PdserveError as e:
             self._open.pop(request.admitted.request_id, None)
             request.accepted.set_exception(e)
@@ -258,7 +257,7 @@ class Orchestrator:
             request.recorder.placed(attempt, route)
             ids = AttemptIds(
                 attempt=attempt,
-                owner_epoch=FIRST_EPOCH,
+                owner_epoch=request.recorder.owner_epoch,
                 reservation_id=reservation_id,
                 transfer_id=self.new_id(),
                 deadline_ms=self._left_ms(request),
@@ -413,8 +412,8 @@ class Orchestrator:
         _log.error("life of request %s ended by %r", request.admitted.request_id, fault, exc_info=fault)
         self._open.pop(request.admitted.request_id, None)
         error = PdserveError("internal error of the router; its log has the details")
-        request.recorder.failed(error, request.progress.num_tokens)
         if request.accepted.done():
+            request.recorder.failed(error, request.progress.num_tokens)
             request.stream.finish(error)
         else:
             request.accepted.set_exception(error)
@@ -423,7 +422,6 @@ class Orchestrator:
         admitted = request.admitted
         return RequestRecord(
             request_id=admitted.request_id,
-            owner_epoch=FIRST_EPOCH,
             owner=self._router_id,
             model=admitted.model,
             request_digest=admitted.request_digest,

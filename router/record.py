@@ -44,7 +44,7 @@ class RequestRecord:
         request_id: The request.
         state: Its state.
         attempt: Retry number, from 1.
-        owner_epoch: Epoch of the owning router.
+        owner_epoch: Epoch of the owning router, decided by the store; 0: not stored yet.
         owner: Name of the owning router.
         model: Served model name.
         request_digest: SHA-256 of the client's message, for idempotency.
@@ -64,7 +64,7 @@ class RequestRecord:
     request_id: str
     state: RequestState = RequestState.QUEUED
     attempt: int = 1
-    owner_epoch: int = 1
+    owner_epoch: int = 0
     owner: str = ""
     model: str = ""
     request_digest: bytes = b""

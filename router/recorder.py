@@ -4,27 +4,31 @@ from __future__ import annotations
 
 from pdserve.core.errors import PdserveError
 from pdserve.router.policy import Route
-from pdserve.router.record import RecordChange, RequestState
+from pdserve.router.record import RecordChange, RequestRecord, RequestState
 from pdserve.router.request_store import RequestStore
 
 
 class Recorder:
-    """One request's writer; nothing here waits.
+    """One request's writer; nothing but `create` waits.
 
     Args:
         store: Where the record lives.
         request_id: The request.
-        owner_epoch: Epoch of this router's ownership.
 
     Attributes:
+        owner_epoch: Epoch of this router's ownership, from `create` on; 0 before.
         attempt: Retry number in force.
     """
 
-    def __init__(self, store: RequestStore, request_id: str, owner_epoch: int) -> None:
+    def __init__(self, store: RequestStore, request_id: str) -> None:
         self._store = store
         self._request_id = request_id
-        self._epoch = owner_epoch
+        self.owner_epoch = 0
         self.attempt = 1
+
+    async def create(self, record: RequestRecord) -> None:
+        """Stores the record; see `RequestStore.create`."""
+        self.owner_epoch = await self._store.create(record)
 
     def placed(self, attempt: int, route: Route) -> None:
         """Workers were chosen."""
@@ -55,11 +59,12 @@ class Recorder:
         )
 
     def _write(self, state: RequestState, **fields: str) -> None:
+        assert self.owner_epoch, "no record yet"
         self._store.update(
             RecordChange(
                 request_id=self._request_id,
                 attempt=self.attempt,
-                owner_epoch=self._epoch,
+                owner_epoch=self.owner_epoch,
                 state=state,
                 fields=fields,
             )

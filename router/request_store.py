@@ -50,8 +50,11 @@ _NUMBERS = frozenset({"attempt", "owner_epoch", "deadline_ms", "emitted_tokens"}
 class RequestStore(Protocol):
     """Where request records live."""
 
-    async def create(self, record: RequestRecord) -> None:
-        """Stores a new request.
+    async def create(self, record: RequestRecord) -> int:
+        """Stores a new request; `record.owner_epoch` means nothing yet.
+
+        Returns:
+            Its first owner epoch: higher than any that a request of this id had before.
 
         Raises:
             DuplicateRequestError: The id is known.
@@ -146,14 +149,14 @@ class RedisRequestStore:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._redis.aclose(close_connection_pool=True)
 
-    async def create(self, record: RequestRecord) -> None:
-        """See `RequestStore`."""
+    async def create(self, record: RequestRecord) -> int:
+        """See `RequestStore`. The epoch comes from the store's clock."""
         reply: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
         self._new.append((record, reply))
         self._new_wake.set()
         found = await reply
         if found[0] == 1:
-            return
+            return int(found[1])
         raise duplicate_error(record.request_id, found[1] == record.request_digest, RequestState(found[2].decode()))
 
     def update(self, change: RecordChange) -> None:
@@ -310,7 +313,7 @@ def _unavailable(error: BaseException) -> UnavailableError:
 def _to_hash(record: RequestRecord) -> list[str | bytes]:
     flat: list[str | bytes] = ["phase", str(PHASES[record.state])]
     for f in fields(record):
-        if f.name != "request_id":
+        if f.name not in ("request_id", "owner_epoch"):  # the key; what the store decides
             value = getattr(record, f.name)
             flat += [f.name, value if isinstance(value, bytes) else str(value)]
     return flat

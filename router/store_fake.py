@@ -23,20 +23,24 @@ class FakeStore:
         records: What is stored.
         history: Every state that a request went through, in order.
         down: True: awaited calls fail, changes are lost.
+        clock: Owner epoch of the newest record.
     """
 
     def __init__(self) -> None:
         self.records: dict[str, RequestRecord] = {}
         self.history: dict[str, list[tuple[int, RequestState]]] = {}
         self.down = False
+        self.clock = 0
 
-    async def create(self, record: RequestRecord) -> None:
+    async def create(self, record: RequestRecord) -> int:
         """See `RequestStore`."""
         self._check()
         if known := self.records.get(record.request_id):
             raise duplicate_error(record.request_id, known.request_digest == record.request_digest, known.state)
-        self.records[record.request_id] = record
+        self.clock += 1
+        self.records[record.request_id] = replace(record, owner_epoch=self.clock)
         self.history[record.request_id] = [(record.attempt, record.state)]
+        return self.clock
 
     def update(self, change: RecordChange) -> None:
         """See `RequestStore`."""

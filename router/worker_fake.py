@@ -37,13 +37,13 @@ class FakeWorkerClient:
     async def abort(self, fence: common_pb2.Fence, reason: str, timeout_s: float) -> bool:
         """See `WorkerClient`."""
         self.aborted.append((fence.request_id, fence.attempt, reason))
-        self.forget(fence.request_id, fence.attempt)
+        self.forget(fence)
         return self.answers_aborts and self._error is None
 
-    def forget(self, request_id: str, attempt: int) -> None:
+    def forget(self, fence: common_pb2.Fence) -> None:
         """See `WorkerClient`."""
-        self.submits.pop((request_id, attempt), None)
-        self._inboxes.pop((request_id, attempt), None)
+        self.submits.pop((fence.request_id, fence.attempt), None)
+        self._inboxes.pop((fence.request_id, fence.attempt), None)
 
     def hold_lease(self, transfer_id: str) -> None:
         """See `WorkerClient`."""

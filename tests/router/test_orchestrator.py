@@ -398,6 +398,25 @@ def test_second_request_with_the_same_id() -> None:
     run_virtual(main())
 
 
+def test_id_that_was_deleted_is_a_new_request_of_a_newer_epoch() -> None:
+    async def main() -> None:
+        w = World("p0", "d0")
+        epochs = []
+        for _ in range(3):
+            opened = await w.open()
+            for worker in ("p0", "d0"):
+                submitted = w.clients[worker].submits["r", 1].fence
+                epochs.append(submitted.owner_epoch)
+            opened.cancel("CLIENT_CANCELLED")
+            await read_all(opened)
+            assert w.store.records["r"].state is S.CANCELLED
+            assert await w.store.delete("r")
+        assert epochs == [1, 1, 2, 2, 3, 3]
+        w.check_clean()
+
+    run_virtual(main())
+
+
 def test_queue_limit() -> None:
     async def main() -> None:
         w = World("m0", max_queue=2)

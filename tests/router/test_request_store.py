@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -56,7 +57,7 @@ def record(request_id: str, digest: bytes = b"\x00\xff") -> RequestRecord:
     )
 
 
-def change(request_id: str, state: RequestState, attempt: int = 1, epoch: int = 1, **fields: str) -> RecordChange:
+def change(request_id: str, state: RequestState, epoch: int, attempt: int = 1, **fields: str) -> RecordChange:
     return RecordChange(request_id=request_id, attempt=attempt, owner_epoch=epoch, state=state, fields=fields)
 
 
@@ -64,14 +65,14 @@ def test_a_whole_life(server: RedisServer) -> None:
     name = next(_names)
 
     async def test(store: RedisRequestStore) -> None:
-        await store.create(record(name))
-        assert await store.get(name) == record(name)
-        store.update(change(name, S.PLACED, prefill_worker="p0", decode_worker="d0"))
-        store.update(change(name, S.DECODING))
+        epoch = await store.create(record(name))
+        assert await store.get(name) == replace(record(name), owner_epoch=epoch)
+        store.update(change(name, S.PLACED, epoch, prefill_worker="p0", decode_worker="d0"))
+        store.update(change(name, S.DECODING, epoch))
         with pytest.raises(RequestError) as caught:
             await store.delete(name)
         assert caught.value.status == "FAILED_PRECONDITION"
-        store.update(change(name, S.FINISHED, finish_reason="stop", emitted_tokens="4"))
+        store.update(change(name, S.FINISHED, epoch, finish_reason="stop", emitted_tokens="4"))
         got = await store.get(name)
         assert (got.state, got.emitted_tokens, got.decode_worker) == (S.FINISHED, 4, "d0")
         redis = Redis.from_url(server.url)
@@ -97,6 +98,23 @@ def test_same_id_again(server: RedisServer) -> None:
     run(server.url, test)
 
 
+def test_every_life_of_an_id_has_a_higher_epoch_and_its_own_record(server: RedisServer) -> None:
+    name = next(_names)
+
+    async def test(store: RedisRequestStore) -> None:
+        before = 0
+        for _ in range(50):
+            epoch = await store.create(record(name))
+            assert before < epoch < 2**53, "grows, and Lua's numbers hold it exactly"
+            store.update(change(name, S.FINISHED, before, attempt=9))
+            assert (await store.get(name)).state is S.QUEUED, "a late change of the life before"
+            store.update(change(name, S.CANCELLED, epoch))
+            assert await store.delete(name)
+            before = epoch
+
+    run(server.url, test)
+
+
 def test_a_thousand_at_once_need_few_connections(server: RedisServer) -> None:
     names = [next(_names) for _ in range(1000)]
 
@@ -114,19 +132,19 @@ Step = tuple[RequestState, int, int]
 
 
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.sampled_from(list(S)), st.integers(1, 3), st.integers(1, 2)), max_size=8))
+@given(st.lists(st.tuples(st.sampled_from(list(S)), st.integers(1, 3), st.sampled_from([-1, 0, 0, 1])), max_size=8))
 def test_compare_and_set_against_the_rule(server: RedisServer, steps: list[Step]) -> None:
     name = next(_names)
 
     async def test(store: RedisRequestStore) -> None:
-        await store.create(record(name))
-        now: Step = (S.QUEUED, 1, 1)
-        for state, attempt, epoch in steps:
-            store.update(change(name, state, attempt, epoch))
-            if PHASES[now[0]] < 3 and epoch == 1 and (attempt, PHASES[state]) >= (now[1], PHASES[now[0]]):
-                now = (state, attempt, epoch)
+        own = await store.create(record(name))
+        now = (S.QUEUED, 1)
+        for state, attempt, off in steps:
+            store.update(change(name, state, own + off, attempt))
+            if PHASES[now[0]] < 3 and not off and (attempt, PHASES[state]) >= (now[1], PHASES[now[0]]):
+                now = (state, attempt)
             got = await store.get(name)
-            assert (got.state, got.attempt, got.owner_epoch) == now
+            assert (got.state, got.attempt, got.owner_epoch) == (*now, own)
 
     run(server.url, test)
 
@@ -135,13 +153,13 @@ def test_changes_survive_an_outage_and_new_requests_fail_fast() -> None:
     with redis_process() as server:
 
         async def test(store: RedisRequestStore) -> None:
-            await store.create(record("a"))
+            epoch = await store.create(record("a"))
             server.stop()
             with pytest.raises(UnavailableError) as caught:
                 await asyncio.wait_for(store.create(record("b")), 5)
             assert caught.value.reason == "STORE_UNAVAILABLE"
-            store.update(change("a", S.PLACED, prefill_worker="p0"))
-            store.update(change("a", S.DECODING))
+            store.update(change("a", S.PLACED, epoch, prefill_worker="p0"))
+            store.update(change("a", S.DECODING, epoch))
             server.start()
             async with asyncio.timeout(10):
                 while (await store.get("a")).state is not S.DECODING:
@@ -158,7 +176,7 @@ def test_pending_changes_are_bounded() -> None:
         async def test(store: RedisRequestStore) -> None:
             server.stop()
             for i in range(200):
-                store.update(change(f"r{i}", S.PLACED))
+                store.update(change(f"r{i}", S.PLACED, 1))
             assert store.num_dropped == 200 - 10
 
         run(server.url, test, max_pending=10)

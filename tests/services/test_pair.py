@@ -311,13 +311,14 @@ def test_an_unopened_lease_expires_unless_renewed() -> None:
     run(scenario, worker=WorkerConfig(kv_lease_s=0.3))
 
 
-def test_a_newer_attempt_ends_the_older_one() -> None:
+@pytest.mark.parametrize("newer", [{"attempt": 2}, {"epoch": 2}])
+def test_a_newer_attempt_or_a_newer_request_of_the_same_id_ends_the_older_one(newer: dict[str, int]) -> None:
     async def scenario(both: Pair) -> None:
         await both.submit("r", prompt_of(100), max_tokens=5000)
         await until(lambda: len(both.to_decode.of("r").token_ids) > 5, "some tokens")
         for router, part in ((both.to_prefill, common_pb2.ROLE_PREFILL), (both.to_decode, common_pb2.ROLE_DECODE)):
             router.heard.clear()
-            await router.send(submit=both.submission("r", prompt_of(100), part, attempt=2, max_tokens=1))
+            await router.send(submit=both.submission("r", prompt_of(100), part, max_tokens=1, **newer))
         p, _ = await both.ended("r")
         assert p.finished is not None
 

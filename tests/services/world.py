@@ -185,14 +185,16 @@ class Pair:
         *,
         emitted: Sequence[int] = (),
         attempt: int = 1,
+        epoch: int = 1,
         **sampling: object,
     ) -> worker_pb2.Submit:
         """A right submission."""
+        transfer_id = f"t-{request_id}-{attempt}" if epoch == 1 else f"t-{request_id}-{attempt}-{epoch}"
         params = common_pb2.SamplingParams(seed=1, temperature=0, **{"max_tokens": 16, **sampling})  # type: ignore[arg-type]
         return worker_pb2.Submit(
-            fence=fence(request_id, attempt),
+            fence=fence(request_id, attempt, epoch),
             reservation_id="" if part == common_pb2.ROLE_MIXED else f"r-{request_id}",
-            transfer_id="" if part == common_pb2.ROLE_MIXED else f"t-{request_id}-{attempt}",
+            transfer_id="" if part == common_pb2.ROLE_MIXED else transfer_id,
             part=part,
             prefill=self.prefill.peer,
             decode=self.decode.peer,
