@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -13,8 +15,8 @@ from pdserve.client.types import Result
 from pdserve.core.layout import KVLayout
 from pdserve.engine.model_store import BUILT_IN_MODEL, resolve_model
 from tests.parity.prompts import PAGE_SIZE
-from tests.parity.reference import Reference, assert_parity, references
-from tests.support.deployment import deploy
+from tests.parity.reference import NEAR_TIE_GAP, Reference, assert_parity, references
+from tests.support.deployment import deploy, wait_until
 
 ENGINE = ["--dtype", "float32", "--num-pages", "400", "--max-num-batched-tokens", "128", "--page-size", str(PAGE_SIZE)]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 200, "max_tokens": 6}
@@ -30,6 +32,7 @@ class Outcome:
     greedy: list[Result]
     together: list[Result]
     alone: list[Result]
+    left: list[tuple[int, ...]]
 
 
 def prompt_options(reference: Reference) -> dict:
@@ -47,14 +50,34 @@ async def ask(client: AsyncClient, options: dict, **sampling: object) -> Result:
     return await client.generate(**options, timeout_s=200, **sampling)
 
 
+async def leave(client: AsyncClient, reference: Reference, after_s: float, after_tokens: int) -> tuple[int, ...]:
+    """A greedy request left at some moment: queued, prefilling, transferring or decoding. Returns what came."""
+    options = {"temperature": 0, "max_tokens": reference.prompt.max_tokens, "timeout_s": 200}
+    stream = client.stream(prompt_token_ids=reference.prompt.token_ids, **options)
+    got: list[int] = []
+    try:
+        async with asyncio.timeout(after_s):
+            async for delta in stream:
+                got += delta.token_ids
+                if len(got) >= after_tokens:
+                    break
+    except TimeoutError:
+        pass
+    await stream.aclose()
+    return tuple(got)
+
+
 async def run_all(address: str, expected: list[Reference]) -> Outcome:
+    rng = random.Random(3)
     async with AsyncClient(address) as client:
         greedy = [ask(client, prompt_options(r), temperature=0, max_tokens=r.prompt.max_tokens) for r in expected]
-        greedy_results = await asyncio.gather(*greedy)
+        leavers = [leave(client, r, rng.choice([0.01, 0.3, 2, 8, 30, 200]), rng.randint(0, 8)) for r in expected]
+        answers = await asyncio.gather(*greedy, *leavers)
+        greedy_results, left = answers[: len(expected)], answers[len(expected) :]
         first = [prompt_options(r) for r in expected[:16]]
         together = await asyncio.gather(*(ask(client, o, seed=i, **SAMPLED) for i, o in enumerate(first)))
         alone = [await ask(client, first[i], seed=i, **SAMPLED) for i in range(0, 16, 5)]
-    return Outcome(list(greedy_results), list(together), alone)
+    return Outcome(list(greedy_results), list(together), alone, list(left))
 
 
 @pytest.fixture(scope="module")
@@ -62,20 +85,23 @@ def expected() -> list[Reference]:
     return references()
 
 
-def outcome_of(directory, workers: list[str], expected: list[Reference]) -> Outcome:
+def outcome_of(directory: Path, workers: list[str], expected: list[Reference], threads: int) -> Outcome:
     model = str(resolve_model(BUILT_IN_MODEL))
-    with deploy(directory, model, workers, ENGINE) as running:
-        return asyncio.run(run_all(running.address, expected))
+    with deploy(directory, model, workers, [*ENGINE, "--threads", str(threads)]) as running:
+        outcome = asyncio.run(run_all(running.address, expected))
+        for worker in workers:
+            wait_until(lambda worker=worker: running.all_pages_free(worker), 30, f"{worker} to free every page")
+        return outcome
 
 
 @pytest.fixture(scope="module")
 def disaggregated(tmp_path_factory: pytest.TempPathFactory, expected: list[Reference]) -> Iterator[Outcome]:
-    yield outcome_of(tmp_path_factory.mktemp("pd"), ["prefill-0", "decode-0"], expected)
+    yield outcome_of(tmp_path_factory.mktemp("pd"), ["prefill-0", "decode-0"], expected, threads=1)
 
 
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory, expected: list[Reference]) -> Iterator[Outcome]:
-    yield outcome_of(tmp_path_factory.mktemp("mixed"), ["mixed-0"], expected)
+    yield outcome_of(tmp_path_factory.mktemp("mixed"), ["mixed-0"], expected, threads=2)
 
 
 @pytest.mark.timeout(300)
@@ -85,6 +111,17 @@ def test_greedy_equals_generate(where: str, request: pytest.FixtureRequest, expe
     assert len(expected) >= 40
     assert [r.usage.prompt_tokens for r in outcome.greedy] == [len(r.prompt.token_ids) for r in expected]
     assert_parity(expected, [r.token_ids for r in outcome.greedy])
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("where", ["disaggregated", "mixed"])
+def test_streams_that_are_left(where: str, request: pytest.FixtureRequest, expected: list[Reference]) -> None:
+    """As many were left at random moments beside those that were not; what they got was right, and no page leaked."""
+    outcome: Outcome = request.getfixturevalue(where)
+    assert len(outcome.left) == len(outcome.greedy) >= 40
+    for reference, got in zip(expected, outcome.left, strict=True):
+        gap = min(reference.gaps[: len(got)], default=1.0)
+        assert got == reference.token_ids[: len(got)] or gap < NEAR_TIE_GAP
 
 
 @pytest.mark.timeout(300)
