@@ -6,7 +6,8 @@ A (prefill, decode) pair:
       └──REFUSED──▶ Refused (P aborted; the caller queues the request again)
 
 Token 1 is released only once D said RESERVED, or if it ends the request. What D sends before token 1 came from P waits.
-Every index must follow the one before: a gap or a repeat fails the request and is never passed on.
+Every index and every text offset must follow what was released: a gap or a repeat fails the request and is never passed
+on.
 """
 
 from __future__ import annotations
@@ -256,11 +257,16 @@ class Attempt:
             self._progress.measured(output.timings)
         if not output.HasField("delta"):
             return
-        if output.delta.token_ids and output.delta.index != self._progress.num_tokens:
+        delta, released = output.delta, self._progress
+        if delta.token_ids and delta.index != released.num_tokens:
             raise self._broken(
-                f"worker {event.worker_id} sent output index {output.delta.index}, expected {self._progress.num_tokens}"
+                f"worker {event.worker_id} sent output index {delta.index}, expected {released.num_tokens}"
             )
-        self._progress.release(output.delta)
+        if (delta.token_ids or delta.text) and delta.text_offset != released.num_chars:
+            raise self._broken(
+                f"worker {event.worker_id} sent text offset {delta.text_offset}, expected {released.num_chars}"
+            )
+        released.release(delta)
 
     def _named(self, error: PdserveError) -> PdserveError:
         """Names the workers: what one of them saw may be the other's death."""

@@ -23,6 +23,7 @@ class Progress:
 
     Attributes:
         num_tokens: Tokens released; also the next output index.
+        num_chars: Characters of text released; also the next text offset.
         queue_s: Time in the router's queue, over all attempts.
     """
 
@@ -30,6 +31,7 @@ class Progress:
         self, clock: Clock, arrival_s: float, stream: OutputStream, recorder: Recorder, trace: RequestTrace
     ) -> None:
         self.num_tokens = 0
+        self.num_chars = 0
         self.queue_s = 0.0
         self._clock = clock
         self._arrival_s = arrival_s
@@ -42,7 +44,7 @@ class Progress:
         self._last_s = arrival_s
 
     def release(self, delta: common_pb2.Delta) -> None:
-        """Passes a delta, whose index was checked, on to the client."""
+        """Passes a delta, whose index and text offset were checked, on to the client."""
         at_s = self._clock.now()
         count = len(delta.token_ids)
         if count:
@@ -56,6 +58,7 @@ class Progress:
                 self._trace.tokens(count, at_s - self._last_s)
             self._last_s = at_s
             self.num_tokens += count
+        self.num_chars += len(delta.text)
         if count or delta.text:
             self._stream.put(delta)
 

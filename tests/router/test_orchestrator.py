@@ -10,7 +10,7 @@ import pytest
 from pdserve.bench.virtual_time import run_virtual
 from pdserve.core.errors import CapacityError, DeadlineError, PdserveError, UnavailableError
 from pdserve.router.record import DuplicateRequestError, RequestState
-from pdserve.v1 import common_pb2
+from pdserve.v1 import common_pb2, worker_pb2
 from tests.router.world import World, failed, read_all, tokens
 
 S = RequestState
@@ -314,12 +314,52 @@ def test_gap_or_repeat_is_an_internal_error_and_never_passed_on(bad_index: int) 
     run_virtual(main())
 
 
+@pytest.mark.parametrize("bad_offset", [0, 2, 4])
+@pytest.mark.parametrize("news", [tokens(2, 12, text="d"), tokens(2, 12), tokens(2, text="d", finish=True)])
+def test_gap_or_repeat_in_the_text_is_an_internal_error_too(news: worker_pb2.SequenceOutput, bad_offset: int) -> None:
+    async def main() -> None:
+        w = World("p0", "d0")
+        opened = await w.open()
+        reserved(w)
+        w.clients["p0"].output("r", tokens(0, 10, text="aé"))
+        w.clients["d0"].output("r", tokens(1, 11, text="c", at=2))
+        broken = worker_pb2.SequenceOutput()
+        broken.CopyFrom(news)
+        broken.delta.text_offset = bad_offset
+        w.clients["d0"].output("r", broken)
+        got = await opened.stream.next()
+        assert isinstance(got, common_pb2.Delta)
+        assert got.text == "aéc"
+        with pytest.raises(PdserveError) as caught:
+            await opened.stream.next()
+        assert (caught.value.status, caught.value.reason) == ("INTERNAL", "BROKEN_STREAM")
+        assert [a[:2] for a in w.clients["d0"].aborted] == [("r", 1)]
+        w.check_clean()
+
+    run_virtual(main())
+
+
+def test_the_text_of_prefill_may_come_with_decode() -> None:
+    async def main() -> None:
+        w = World("p0", "d0")
+        opened = await w.open()
+        reserved(w)
+        w.clients["p0"].output("r", tokens(0, 10))  # half a character
+        w.clients["d0"].output("r", tokens(1, 11, text="é"))
+        w.clients["d0"].output("r", tokens(2, text="!", at=1, finish=True))
+        assert (await read_all(opened))[0] == [10, 11]
+
+    run_virtual(main())
+
+
 def test_slow_reader_gets_everything_in_few_messages() -> None:
     async def main() -> None:
         w = World("m0")
         opened = await w.open(max_tokens=100)
+        at = 0
         for i in range(100):
-            w.clients["m0"].output("r", tokens(i, i, text=f"{i},", finish=i == 99))
+            w.clients["m0"].output("r", tokens(i, i, text=f"{i},", at=at, finish=i == 99))
+            at += len(f"{i},")
         await w.until(lambda: w.orchestrator.num_open == 0)
         delta = await opened.stream.next()
         assert isinstance(delta, common_pb2.Delta)

@@ -134,7 +134,7 @@ def test_a_stream_and_its_record() -> None:
         assert (running.state, running.emitted_tokens) == (pb.REQUEST_STATE_DECODING, 1)
         error = await error_of(s.stub.DeleteRequest(pb.DeleteRequestRequest(request_id="r")))
         assert (error.status, error.reason) == ("FAILED_PRECONDITION", "STILL_RUNNING")
-        s.worker.output("r", tokens(1, 11, 12, finish=True))
+        s.worker.output("r", tokens(1, 11, 12, at=1, finish=True))
         assert list((await call.read()).delta.token_ids) == [11, 12]
         assert (await call.read()).finished.usage.completion_tokens == 3
         assert await call.read() == grpc.aio.EOF

@@ -96,9 +96,12 @@ def admitted(request_id: str = "r", max_tokens: int = 4) -> Admitted:
     )
 
 
-def tokens(index: int, *ids: int, text: str = "", finish: bool = False, **timings: float) -> worker_pb2.SequenceOutput:
-    """News of a sequence: tokens from `index` on, and maybe its end."""
-    output = worker_pb2.SequenceOutput(delta=common_pb2.Delta(index=index, token_ids=ids, text=text))
+def tokens(
+    index: int, *ids: int, text: str = "", at: int = 0, finish: bool = False, **timings: float
+) -> worker_pb2.SequenceOutput:
+    """News of a sequence: tokens from `index` on with the text from `at` on, and maybe its end."""
+    delta = common_pb2.Delta(index=index, token_ids=ids, text=text, text_offset=at)
+    output = worker_pb2.SequenceOutput(delta=delta)
     if finish:
         output.finished.finish_reason = common_pb2.FINISH_REASON_LENGTH
     if timings:
