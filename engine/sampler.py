@@ -17,6 +17,9 @@ from pdserve.core.request import PositionLogprobs, TokenLogprob
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.step import SampledToken
 
+_FIRST_SORTED = 256
+"""Tokens that are sorted at first to find the nucleus of top_p; more only when they do not hold it."""
+
 
 def sample(logits: Tensor, params: Seq[SamplingParams], output_indices: Seq[int]) -> list[SampledToken]:
     """Chooses one token per row.
@@ -27,14 +30,18 @@ def sample(logits: Tensor, params: Seq[SamplingParams], output_indices: Seq[int]
         output_indices: Output index of each row's token.
 
     Raises:
-        EngineError: The logits hold NaN.
+        EngineError: The logits of a row have no finite maximum: they hold NaN, infinity or nothing else than -infinity.
     """
-    if torch.isnan(logits).any():
-        raise EngineError("the model produced NaN logits; its weights or the KV it read are damaged", reason="NAN")
-    likeliest = torch.argmax(logits, dim=-1).tolist()
+    maxima, likeliest = logits.max(dim=-1)  # of equals the first; NaN is greater than all
+    if not torch.isfinite(maxima).all():
+        raise EngineError(
+            "the model produced logits that are not finite; its weights or the KV it read are damaged, or --dtype is "
+            "too narrow for it",
+            reason="BAD_LOGITS",
+        )
     sampled = []
     for row, (param, index) in enumerate(zip(params, output_indices, strict=True)):
-        token = likeliest[row] if param.greedy else draw(logits[row], param, index)
+        token = int(likeliest[row]) if param.greedy else draw(logits[row], param, index)
         logprobs = None if param.logprobs is None else position_logprobs(logits[row], token, param.logprobs)
         sampled.append(SampledToken(token, logprobs))
     return sampled
@@ -69,23 +76,45 @@ def filtered_probabilities(logits: Tensor, params: SamplingParams) -> Tensor:
     Returns:
         `[vocab_size]` float64; 0 where a token is filtered out; at least one is not.
     """
-    probs = torch.softmax(logits.double() / params.temperature, dim=0)
+    # Differences to the maximum: dividing logits themselves by a tiny temperature would overflow.
+    probs = torch.softmax((logits.double() - logits.max()) / params.temperature, dim=0)
     if params.min_p > 0:
         probs = torch.where(probs >= params.min_p * probs.max(), probs, 0.0)
-    limit = params.top_k if 0 < params.top_k < probs.shape[0] else probs.shape[0]
-    if limit == probs.shape[0] and params.top_p == 1.0:
-        return probs
-    ordered, ids = torch.sort(probs, descending=True, stable=True)
-    ordered[limit:] = 0.0
+    if 0 < params.top_k < int(torch.count_nonzero(probs)):
+        probs = _only(probs, _largest(probs, params.top_k))
     if params.top_p < 1.0:
-        cumulative = torch.cumsum(ordered, dim=0)
-        # A token stays while the mass before it is below top_p: the likeliest one always does.
-        ordered[1:][cumulative[:-1] >= params.top_p * cumulative[-1]] = 0.0
-    return torch.zeros_like(probs).scatter_(0, ids, ordered)
+        probs = _only(probs, _nucleus(probs, params.top_p))
+    return probs
+
+
+def _only(probs: Tensor, ids: Tensor) -> Tensor:
+    return torch.zeros_like(probs).index_copy_(0, ids, probs[ids])
+
+
+def _nucleus(probs: Tensor, top_p: float) -> Tensor:
+    """Ids of the likeliest tokens: a token stays while the mass before it is below `top_p` of all mass."""
+    goal = top_p * probs.sum()
+    num_possible = int(torch.count_nonzero(probs))
+    num_sorted = _FIRST_SORTED
+    while True:
+        num_sorted = min(num_sorted, num_possible)
+        ids = _largest(probs, num_sorted)
+        num_kept = 1 + int((torch.cumsum(probs[ids[:-1]], dim=0) < goal).sum())
+        if num_kept < num_sorted or num_sorted == num_possible:
+            return ids[:num_kept]
+        num_sorted *= 16
+
+
+def _largest(values: Tensor, num: int) -> Tensor:
+    """Ids of the `num` largest, in descending order; of equals the lower id first."""
+    # Finding the border and sorting what lies above it is many times faster than sorting a vocabulary.
+    border = torch.topk(values, num).values[-1]
+    ids = torch.nonzero(values >= border).flatten()
+    return ids[torch.sort(values[ids], descending=True, stable=True).indices[:num]]
 
 
 def position_logprobs(logits: Tensor, token_id: int, num_top: int) -> PositionLogprobs:
-    """Log-probabilities of the distribution before temperature and filters.
+    """Log-probabilities of the distribution before temperature and filters; of equals the lower id ranks first.
 
     Args:
         logits: `[vocab_size]`.
@@ -94,10 +123,10 @@ def position_logprobs(logits: Tensor, token_id: int, num_top: int) -> PositionLo
     """
     logprobs = torch.log_softmax(logits.float(), dim=0)
     chosen = logprobs[token_id]
-    rank = int((logprobs > chosen).sum()) + 1
-    values, ids = torch.topk(logprobs, min(num_top, logprobs.shape[0]))
-    top = tuple(
-        TokenLogprob(token, value, i + 1)
-        for i, (token, value) in enumerate(zip(ids.tolist(), values.tolist(), strict=True))
+    rank = 1 + int((logprobs > chosen).sum()) + int((logprobs[:token_id] == chosen).sum())
+    ids = _largest(logprobs, min(num_top, logprobs.shape[0])) if num_top else logprobs.new_empty(0, dtype=torch.int64)
+    top = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
+    return PositionLogprobs(
+        TokenLogprob(token_id, float(chosen), rank),
+        tuple(TokenLogprob(token, value, i) for i, (token, value) in enumerate(top, 1)),
     )
-    return PositionLogprobs(TokenLogprob(token_id, float(chosen), rank), top)

@@ -92,6 +92,49 @@ def test_logprobs_are_those_before_temperature_and_filters() -> None:
     assert position_logprobs(LOGITS, 0, 0).top == ()
 
 
-def test_nan_is_an_engine_error() -> None:
-    with pytest.raises(EngineError, match="NaN"):
-        sample(torch.tensor([[0.0, math.nan]]), [GREEDY], [0])
+def test_equal_logprobs_are_ranked_by_id() -> None:
+    logprobs = position_logprobs(torch.zeros(300), 2, 4)
+    assert logprobs.chosen.rank == 3
+    assert [(t.token_id, t.rank) for t in logprobs.top] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e-9])
+def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
+    params = SamplingParams(temperature=temperature, top_p=0.9, top_k=3, min_p=0.1, seed=0)
+    assert sample(LOGITS[None] * 1e4, [params], [0])[0].token_id == 1
+
+
+def by_full_sort(logits: torch.Tensor, params: SamplingParams) -> set[int]:
+    """What min_p, top_k and top_p keep, by their definitions."""
+    probs = torch.softmax(logits.double() / params.temperature, dim=0).tolist()
+    best_first = sorted(range(len(probs)), key=lambda i: (-probs[i], i))
+    border = params.min_p * max(probs)
+    best_first = [i for i in best_first if probs[i] >= border][: params.top_k or None]
+    total, before, kept = math.fsum(probs[i] for i in best_first), 0.0, set()
+    for i in best_first:
+        if before < params.top_p * total:
+            kept.add(i)
+        before += probs[i]
+    return kept
+
+
+@pytest.mark.parametrize("spread", [0.01, 1.0, 8.0])  # a nucleus of nearly all tokens, of many, of few
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 50}, {"top_p": 0.9}, {"top_k": 3000, "top_p": 0.9}, {"min_p": 0.05, "top_p": 0.7}]
+)
+def test_filters_keep_what_a_full_sort_of_a_large_vocabulary_keeps(spread: float, filters: dict[str, float]) -> None:
+    logits = torch.randn(20_000, generator=torch.Generator().manual_seed(0)) * spread
+    logits = torch.round(logits * 64) / 64  # many equals
+    params = SamplingParams(temperature=0.7, **filters)  # type: ignore[arg-type]
+    assert not set(kept(params, logits)) ^ by_full_sort(logits, params)
+
+
+@pytest.mark.parametrize("row", [[0.0, math.nan], [0.0, math.inf], [-math.inf, -math.inf]])
+def test_logits_without_a_finite_maximum_are_an_engine_error(row: list[float]) -> None:
+    with pytest.raises(EngineError, match="not finite"):
+        sample(torch.tensor([[0.0, 1.0], row]), [GREEDY, GREEDY], [0, 0])
+
+
+def test_a_token_with_logit_minus_infinity_is_never_drawn() -> None:
+    params = [SamplingParams(temperature=5.0, seed=s) for s in range(50)]
+    assert {t.token_id for t in sample(torch.tensor([[0.0, -math.inf]]).expand(50, -1), params, [0] * 50)} == {0}
