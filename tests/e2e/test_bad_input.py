@@ -13,6 +13,7 @@ import pytest
 from pdserve.cli.processes import service_command
 from pdserve.client import Client
 from pdserve.client.errors import InvalidRequest, NotFound, Overloaded, PdserveError, Unimplemented
+from pdserve.engine.model_store import BUILT_IN_MODEL, resolve_model
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 from tests.support.deployment import Deployment, deploy
 from tests.support.redis_server import redis_server
@@ -161,6 +162,20 @@ def test_wrong_model_directory(service: str, tmp_path: Path) -> None:
 def test_missing_model_directory(service: str) -> None:
     with redis_server() as url:
         assert_one_clear_line(run(service, "--model", "/no/such/model", "--redis-url", url), "/no/such/model")
+
+
+@pytest.mark.parametrize("service", ["prefill", "decode"])
+def test_corrupt_model_file(service: str, tmp_path: Path) -> None:
+    """The weights are cut short, as by a full disk: the worker names the file and does not start."""
+    for file in resolve_model(BUILT_IN_MODEL).iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    weights = tmp_path / "model.safetensors"
+    with weights.open("rb") as whole:
+        head = whole.read(100_000)
+    weights.unlink()
+    weights.write_bytes(head)
+    with redis_server() as url:
+        assert_one_clear_line(run(service, "--model", str(tmp_path), "--redis-url", url), "model.safetensors")
 
 
 def test_workers_of_different_models(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ class Outcome:
     together: list[Result]
     alone: list[Result]
     left: list[tuple[int, ...]]
+    with_logprobs: Result
 
 
 def prompt_options(reference: Reference) -> dict:
@@ -77,7 +78,8 @@ async def run_all(address: str, expected: list[Reference]) -> Outcome:
         first = [prompt_options(r) for r in expected[:16]]
         together = await asyncio.gather(*(ask(client, o, seed=i, **SAMPLED) for i, o in enumerate(first)))
         alone = [await ask(client, first[i], seed=i, **SAMPLED) for i in range(0, 16, 5)]
-    return Outcome(list(greedy_results), list(together), alone, list(left))
+        with_logprobs = await ask(client, first[1], temperature=0, max_tokens=4, logprobs=3)
+    return Outcome(list(greedy_results), list(together), alone, list(left), with_logprobs)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,18 @@ def test_seeded_sampling_is_the_same_everywhere(disaggregated: Outcome, mixed: O
     assert len({r.token_ids for r in mixed.together}) == 16
     for outcome in (disaggregated, mixed):
         assert [r.token_ids for r in outcome.alone] == [outcome.together[i].token_ids for i in range(0, 16, 5)]
+
+
+def test_logprobs_are_the_same_everywhere(disaggregated: Outcome, mixed: Outcome) -> None:
+    """One entry per token, the first one too, which another worker sampled; best first."""
+    here, there = disaggregated.with_logprobs, mixed.with_logprobs
+    assert len(here.logprobs) == len(there.logprobs) == len(here.token_ids) == 4
+    for a, b, token in zip(here.logprobs, there.logprobs, here.token_ids, strict=True):
+        assert a.chosen.token_id == b.chosen.token_id == token == a.top[0].token_id
+        assert a.chosen.rank == 1 and [t.rank for t in a.top] == [1, 2, 3]
+        assert [t.token_id for t in a.top] == [t.token_id for t in b.top]
+        assert [t.logprob for t in a.top] == pytest.approx([t.logprob for t in b.top], abs=1e-4)
+        assert 0 > a.top[0].logprob >= a.top[1].logprob >= a.top[2].logprob
 
 
 def test_bytes_on_the_wire(disaggregated: Outcome, mixed: Outcome) -> None:
