@@ -1,15 +1,18 @@
 """The tcp transport: `TcpPageSource` on prefill, `TcpPageSink` on decode. Blocking sockets in threads, no staging.
 
 Sink invariant: a pull's thread is the only writer of its destinations, and `pull` returns (or raises, also when it is
-cancelled) only after that thread is done. So abort is: shut the socket down, wait for the thread, then free.
+cancelled) only after that thread is done. So abort is: shut the socket down, wait for the thread, then free. A source
+that stalls holds at most MAX_PER_PEER threads; pulls from others go on.
 """
 
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,18 +27,24 @@ from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 
 __all__ = ["TcpPageSink", "TcpPageSource"]
 
-MAX_IDLE_PER_PEER = 4
+MAX_PER_PEER = 4
+"""Pulls that run at once from one source, and connections kept for it."""
 
 
 class _Job:
     """One pull: what its thread and its canceller share."""
 
-    def __init__(self, deadline_s: float, idle_s: float) -> None:
+    def __init__(self, limit_s: float, idle_s: float) -> None:
         self.num_bytes = 0
-        self._deadline_s, self._idle_s = deadline_s, idle_s
+        self._limit_s, self._idle_s = limit_s, idle_s
+        self._deadline_s = float("inf")
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         self._cancelled = False
+
+    def begin(self) -> None:
+        """Its thread runs: from now on it has its time."""
+        self._deadline_s = time.monotonic() + self._limit_s
 
     def hold(self, sock: socket.socket) -> None:
         """Makes a socket the one that `cancel` ends."""
@@ -87,7 +96,7 @@ class TcpPageSink:
     Args:
         memory: The pool to write into.
         identity_digest: Shown to sources, which must have the same.
-        max_threads: Pulls that run at once; more wait.
+        max_threads: Pulls that run at once, from all sources; more wait.
         idle_s: A pull that receives nothing for this long fails, seconds.
         base_s: Time allowed for any pull, seconds.
         min_bytes_per_s: Beyond `base_s` a pull must be at least this fast.
@@ -100,7 +109,7 @@ class TcpPageSink:
         memory: PageMemory,
         identity_digest: bytes,
         *,
-        max_threads: int = 8,
+        max_threads: int = 32,
         idle_s: float = 2.0,
         base_s: float = 5.0,
         min_bytes_per_s: float = 50e6,
@@ -110,6 +119,7 @@ class TcpPageSink:
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="kv-pull")
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, bytes], list[socket.socket]] = {}
+        self._slots: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
         self._jobs: set[_Job] = set()
         self._closed = False
 
@@ -123,12 +133,12 @@ class TcpPageSink:
     ) -> int:
         """See `PageSink`."""
         assert len(sources) == len(destinations)
-        if self._closed:
-            raise TransferError("the data plane is closed", reason="SINK_CLOSED")
         total = 0
-        for at in range(0, len(sources), wire.MAX_GET_PAGES):
-            part = slice(at, at + wire.MAX_GET_PAGES)
-            total += await self._pull_part(address, token, transfer_id, sources[part], destinations[part])
+        slot = self._slots.setdefault(address, asyncio.Semaphore(MAX_PER_PEER))
+        async with slot:
+            for at in range(0, len(sources), wire.MAX_GET_PAGES):
+                part = slice(at, at + wire.MAX_GET_PAGES)
+                total += await self._pull_part(address, token, transfer_id, sources[part], destinations[part])
         return total
 
     async def _pull_part(
@@ -139,8 +149,10 @@ class TcpPageSink:
         sources: Sequence[SourcePageRef],
         destinations: Sequence[int],
     ) -> int:
+        if self._closed:
+            raise TransferError("the data plane is closed", reason="SINK_CLOSED")
         limit_s = self._base_s + len(sources) * self._memory.page_bytes / self._min_bytes_per_s
-        job = _Job(time.monotonic() + limit_s, self._idle_s)
+        job = _Job(limit_s, self._idle_s)
         self._jobs.add(job)
         future = self._threads.submit(self._run, job, address, token, transfer_id, sources, destinations)
         waiter = asyncio.wrap_future(future)
@@ -148,6 +160,7 @@ class TcpPageSink:
             return await asyncio.shield(waiter)
         except asyncio.CancelledError:
             job.cancel()
+            future.cancel()  # if no thread has taken it yet
             await _settled(waiter)
             raise
         finally:
@@ -176,6 +189,7 @@ class TcpPageSink:
         sources: Sequence[SourcePageRef],
         destinations: Sequence[int],
     ) -> int:
+        job.begin()
         ask = wire.encode_get(transfer_id, sources)
         try:
             sock, header = self._ask(job, address, token, ask)
@@ -267,16 +281,31 @@ class TcpPageSink:
             return socks.pop() if socks else None
 
     def _keep(self, address: str, token: bytes, sock: socket.socket) -> None:
-        """Keeps a connection for the next pull; a new token of an address makes connections of its old ones useless."""
+        """Keeps a connection for the next pull; those that died, or have an old token of the address, are closed."""
         with self._lock:
             for key in [k for k in self._idle if k[0] == address and k[1] != token]:
                 for old in self._idle.pop(key):
                     old.close()
+            self._close_dead()
             socks = self._idle.setdefault((address, token), [])
-            if self._closed or len(socks) >= MAX_IDLE_PER_PEER:
+            if self._closed or len(socks) >= MAX_PER_PEER:
                 sock.close()
             else:
                 socks.append(sock)
+
+    def _close_dead(self) -> None:
+        """An idle connection has nothing to say: one that can be read has ended."""
+        poll = select.poll()
+        for socks in self._idle.values():
+            for sock in socks:
+                poll.register(sock, select.POLLIN)
+        dead = {fd for fd, _ in poll.poll(0)}
+        for key, socks in list(self._idle.items()):
+            for sock in [s for s in socks if s.fileno() in dead]:
+                socks.remove(sock)
+                sock.close()
+            if not socks:
+                del self._idle[key]
 
 
 def _frame_or_error(header: memoryview) -> wire.Frame:

@@ -3,20 +3,24 @@
 One thread accepts and reads hellos without blocking; a stranger never gets a thread, a buffer or a second message.
 Each authenticated connection has one thread. Invariant: while a thread sends pages of a transfer it is in that
 transfer's `readers`; `withdraw` takes the transfer out of the table, shuts its readers' sockets down and returns when
-there is none left. A reader leaves the set before it sends END, so a finished pull is never cut.
+there is none left. A shut-down socket makes its thread leave, whatever the peer does, so no time limit ever frees a
+page. A reader leaves the set before it sends END, so a finished pull is never cut.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hmac
+import logging
 import secrets
 import selectors
 import socket
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from pdserve.core.errors import ConfigError, TransferError
@@ -30,6 +34,10 @@ MAX_STRANGERS = 64
 MAX_CONNECTIONS = 256
 MAX_CONNECTIONS_PER_TOKEN = 16
 HELLO_TIMEOUT_S = 2.0
+NO_DESCRIPTOR_PAUSE_S = 0.1
+STUCK_READER_S = 5.0
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -48,6 +56,7 @@ class _Published:
     token: bytes
     pages: dict[int, SourcePageRef] = field(default_factory=dict)
     readers: set[socket.socket] = field(default_factory=set)
+    left: Future[None] = field(default_factory=Future)  # withdrawn, and no reader is left
 
 
 class TcpPageSource:
@@ -83,7 +92,7 @@ class TcpPageSource:
             raise ConfigError(f"--data-port {port}: cannot listen on {host}: {e.strerror}") from e
         self._listener.setblocking(False)
         self._address = advertise_address or advertised_address(host, self._listener.getsockname()[1])
-        self._changed = threading.Condition()  # guards everything below
+        self._lock = threading.RLock()  # guards everything below but the strangers
         self._tokens: dict[bytes, set[socket.socket]] = {}
         self._published: dict[str, _Published] = {}
         self._leaving: dict[str, _Published] = {}
@@ -103,50 +112,44 @@ class TcpPageSource:
     @property
     def num_connections(self) -> int:
         """Authenticated connections."""
-        with self._changed:
+        with self._lock:
             return sum(len(socks) for socks in self._tokens.values())
 
     def new_reader(self) -> bytes:
         """See `PageSource`."""
         token = secrets.token_bytes(wire.TOKEN_BYTES)
-        with self._changed:
+        with self._lock:
             self._tokens[token] = set()
         return token
 
     def drop_reader(self, token: bytes) -> None:
         """See `PageSource`."""
-        with self._changed:
+        with self._lock:
             for sock in self._tokens.pop(token, ()):
                 shut_down(sock)
 
     def publish(self, transfer_id: str, token: bytes, pages: Sequence[SourcePageRef]) -> None:
         """See `PageSource`."""
-        with self._changed:
+        with self._lock:
             published = self._published.setdefault(transfer_id, _Published(token))
             published.pages.update((p.page_id, p) for p in pages)
 
     async def withdraw(self, transfer_id: str) -> None:
         """See `PageSource`."""
-        with self._changed:
-            published = self._published.pop(transfer_id, None)
-            if published is not None and published.readers:
-                self._leaving[transfer_id] = published
-            published = self._leaving.get(transfer_id)
-            if published is None:
+        with self._lock:
+            published = self._published.pop(transfer_id, None) or self._leaving.get(transfer_id)
+            if published is None or not published.readers:
                 return
+            self._leaving[transfer_id] = published
             for sock in published.readers:
                 shut_down(sock)
-        await asyncio.to_thread(self._wait_until_left, transfer_id, published)
-
-    def _wait_until_left(self, transfer_id: str, published: _Published) -> None:
-        """No deadline of its own: a shut-down socket makes its thread leave, whatever the peer does."""
-        with self._changed:
-            self._changed.wait_for(lambda: not published.readers)
-            self._leaving.pop(transfer_id, None)
+            left = asyncio.wrap_future(published.left)
+        while not (await asyncio.wait([left], timeout=STUCK_READER_S))[0]:
+            _log.error("a reader of transfer %s does not leave: its pages stay leased", transfer_id)
 
     def close(self) -> None:
         """Ends all connections and threads. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             for token in list(self._tokens):
                 self.drop_reader(token)
@@ -170,8 +173,8 @@ class TcpPageSource:
                 for key, _ in selector.select(timeout):
                     if key.fileobj is self._listener:
                         self._accept(selector)
-                    elif key.fileobj is not self._woken:
-                        self._read_hello(selector, self._strangers[key.fileobj])  # type: ignore[index]
+                    elif (stranger := self._strangers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
+                        self._read_hello(selector, stranger)  # else it was refused a moment ago, to make room
                 now = time.monotonic()
                 for stranger in [s for s in self._strangers.values() if s.deadline_s <= now]:
                     self._refuse(selector, stranger)
@@ -181,7 +184,9 @@ class TcpPageSource:
     def _accept(self, selector: selectors.BaseSelector) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError:  # the peer left before we looked, or descriptors are short: the next one may do better
+        except OSError as e:  # the peer left before we looked, or descriptors are short: the next one may do better
+            if e.errno in (errno.EMFILE, errno.ENFILE):
+                time.sleep(NO_DESCRIPTOR_PAUSE_S)  # the peer still waits: without a pause this thread would spin
             return
         sock.setblocking(False)
         if len(self._strangers) >= MAX_STRANGERS:
@@ -203,32 +208,40 @@ class TcpPageSource:
             hello = wire.decode_header(stranger.received)
         except TransferError:
             hello = None
-        if not isinstance(hello, wire.HelloFrame) or not self._admit(stranger.sock, hello):
+        if not isinstance(hello, wire.HelloFrame):
             self._refuse(selector, stranger)
             return
-        selector.unregister(stranger.sock)
-        del self._strangers[stranger.sock]
+        self._forget(selector, stranger)
+        if not self._admit(stranger.sock, hello):
+            self.num_refused += 1
+            stranger.sock.close()
 
     def _refuse(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
         self.num_refused += 1
+        self._forget(selector, stranger)
+        stranger.sock.close()
+
+    def _forget(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
         selector.unregister(stranger.sock)
         del self._strangers[stranger.sock]
-        stranger.sock.close()
 
     def _admit(self, sock: socket.socket, hello: wire.HelloFrame) -> bool:
         """Gives a connection with a valid token its thread."""
-        with self._changed:
+        with self._lock:
             token = next((t for t in self._tokens if hmac.compare_digest(t, hello.token)), None)
             if token is None or hello.digest_prefix != self._digest_prefix or self._closing:
                 return False
             if len(self._tokens[token]) >= MAX_CONNECTIONS_PER_TOKEN or len(self._threads) >= MAX_CONNECTIONS:
                 return False
-            tune(sock)
-            sock.settimeout(self._send_idle_s)
-            self._tokens[token].add(sock)
             thread = threading.Thread(target=self._serve, args=(sock, token), name="kv-serve", daemon=True)
+            try:
+                tune(sock)
+                thread.start()
+            except (OSError, RuntimeError) as e:  # the peer is gone; or the system gives no more threads
+                _log.warning("a reader of the KV data plane was refused: %s", e)
+                return False
+            self._tokens[token].add(sock)
             self._threads.add(thread)
-            thread.start()
             return True
 
     # ---- readers -----------------------------------------------------------------------------------------------------
@@ -249,13 +262,13 @@ class TcpPageSource:
         except (OSError, Closed, TransferError):
             return  # the peer left, stalled, was dropped or does not speak the protocol: it sees the connection end
         finally:
-            with self._changed:
+            with self._lock:
                 self._tokens.get(token, set()).discard(sock)
                 self._threads.discard(threading.current_thread())
                 sock.close()
 
     def _answer(self, sock: socket.socket, token: bytes, transfer_id: str, asks: list[tuple[int, int]]) -> None:
-        with self._changed:
+        with self._lock:
             published = self._published.get(transfer_id)
             pages = _lookup(published, token, asks)
             if published is not None and pages is not None:
@@ -269,9 +282,10 @@ class TcpPageSource:
                 header = wire.PageHeader(page.page_id, page.generation, page.checksum, self._memory.page_bytes)
                 send_all(sock, [wire.encode_page(header), self._memory.page(page.page_id)])
         finally:
-            with self._changed:
+            with self._lock:
                 published.readers.discard(sock)
-                self._changed.notify_all()
+                if not published.readers and self._leaving.pop(transfer_id, None) is not None:
+                    published.left.set_result(None)
         send_all(sock, [wire.encode_end(len(pages))])
 
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import xxhash
 
 from pdserve.core.errors import TransferError
-from pdserve.kvtransfer import wire
+from pdserve.kvtransfer import tcp_source, wire
 from pdserve.kvtransfer.pool import KvPool
-from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
+from pdserve.kvtransfer.tcp import MAX_PER_PEER, TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import SourcePageRef
 
 from .world import DIGEST, LAYOUT, fill, run
@@ -57,6 +60,12 @@ async def pair(idle_s: float = 2.0) -> AsyncIterator[Pair]:
         source.close()
         there.close()
         here.close()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110  threads of the data plane signal nothing to tests
+            await asyncio.sleep(0.005)
 
 
 async def reason_of(coroutine: object) -> str:
@@ -128,6 +137,107 @@ def test_strangers_get_no_thread_and_are_closed() -> None:
     run(body())
 
 
+def test_the_oldest_stranger_speaks_while_it_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One look at the sockets reports both; the data plane outlives it."""
+
+    async def body() -> None:
+        async with pair() as p:
+            host, port = p.source.address.split(":")
+            strangers = [socket.create_connection((host, int(port)), timeout=10) for _ in range(4)]
+            await eventually(lambda: len(p.source._strangers) == 4)
+            with p.source._lock:  # the accepting thread waits here with the hello that comes now
+                strangers[-1].sendall(wire.encode_hello(p.token, DIGEST))
+                await eventually(lambda: len(p.source._strangers) == 3)
+                monkeypatch.setattr(tcp_source, "MAX_STRANGERS", 2)
+                strangers.append(socket.create_connection((host, int(port)), timeout=10))
+                strangers[0].sendall(b"x")
+            pages = p.refs(range(2))
+            p.source.publish("t", p.token, pages)
+            await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
+            assert p.source.num_refused >= 1
+            for sock in strangers:
+                sock.close()
+
+    run(body())
+
+
+def test_without_descriptors_the_accepting_thread_rests_and_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with pair() as p:
+            accept, refusals, rests = socket.socket.accept, [errno.EMFILE, errno.ENFILE], list[float]()
+
+            def short_of_descriptors(listener: socket.socket) -> tuple[socket.socket, object]:
+                if refusals:
+                    raise OSError(refusals.pop(), "Too many open files")
+                return accept(listener)
+
+            monkeypatch.setattr(socket.socket, "accept", short_of_descriptors)
+            monkeypatch.setattr(tcp_source, "time", SimpleNamespace(sleep=rests.append, monotonic=time.monotonic))
+            pages = p.refs(range(2))
+            p.source.publish("t", p.token, pages)
+            await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
+            assert len(rests) == 2
+
+    run(body())
+
+
+def test_a_thread_that_cannot_start_costs_its_reader_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(2))
+            p.source.publish("t", p.token, pages)
+
+            def no_thread(thread: threading.Thread) -> None:
+                if thread.name == "kv-serve":
+                    raise RuntimeError("can't start new thread")
+                start(thread)
+
+            start = threading.Thread.start
+            with monkeypatch.context() as patch:
+                patch.setattr(threading.Thread, "start", no_thread)
+                assert await reason_of(p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])) == "PEER_GONE"
+            assert p.source.num_connections == 0
+            await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
+
+    run(body())
+
+
+def test_a_source_that_stalls_does_not_hold_up_pulls_from_another() -> None:
+    async def body() -> None:
+        async with pair(idle_s=30) as p:
+            with socket.create_server(("127.0.0.1", 0), backlog=64) as mute:
+                address = f"127.0.0.1:{mute.getsockname()[1]}"
+                ask = [SourcePageRef(0, 1, 0)]
+                stalled = [asyncio.create_task(p.sink.pull(address, p.token, "s", ask, [i])) for i in range(40)]
+                for _ in range(MAX_PER_PEER):
+                    (await asyncio.to_thread(mute.accept))[0].detach()
+                pages = p.refs(range(2))
+                p.source.publish("t", p.token, pages)
+                await asyncio.wait_for(p.sink.pull(p.source.address, p.token, "t", pages, [50, 51]), 10)
+                assert not any(pull.done() for pull in stalled)
+                for pull in stalled:
+                    pull.cancel()
+                await asyncio.gather(*stalled, return_exceptions=True)
+
+    run(body())
+
+
+def test_connections_to_a_source_that_is_gone_are_not_kept() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            for i in range(3):
+                there = KvPool(LAYOUT, 4)
+                other = TcpPageSource(there, DIGEST)
+                token, pages = other.new_reader(), refs(there, range(2))
+                other.publish("t", token, pages)
+                await p.sink.pull(other.address, token, "t", pages, [0, 1])
+                other.close()
+                there.close()
+                assert len(p.sink._idle) == 1, i
+
+    run(body())
+
+
 def test_a_page_that_changed_after_it_was_hashed_is_corrupt() -> None:
     async def body() -> None:
         async with pair() as p:
@@ -190,7 +300,7 @@ def test_a_peer_that_breaks_the_protocol_is_a_typed_error() -> None:
 # A source in a process of its own, which sends `sent` whole pages and a half one, says so, and waits.
 HALF_SOURCE = """
 import socket, sys
-from pdserve.kvtransfer import wire
+from pdserve.kvtransfer import tcp_source, wire
 page_bytes, sent = int(sys.argv[1]), int(sys.argv[2])
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)
