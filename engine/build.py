@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.kv_cache import PoolMemory
 from pdserve.engine.page_pool import PagePool
+from pdserve.engine.policies import POLICIES
 from pdserve.engine.profile import StepProfile, profile_steps
 from pdserve.engine.progress import Progress, SilentProgress
 from pdserve.engine.scheduler import SchedulerLimits
@@ -30,11 +32,10 @@ _MAX_TOKEN_BUDGET = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuiltCore:
-    """A core and what its owner needs to know of it.
+class EngineFacts:
+    """What the owner of an engine needs to know of it.
 
     Attributes:
-        core: The engine, without a thread.
         layout: Layout of its pages.
         num_pages: Pages in the pool.
         identity_digest: Must be equal on all workers that exchange pages.
@@ -48,7 +49,6 @@ class BuiltCore:
         profile: What the token budget was chosen from; None when it was given.
     """
 
-    core: EngineCore
     layout: KVLayout
     num_pages: int
     identity_digest: bytes
@@ -63,27 +63,23 @@ class BuiltCore:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BuiltEngine:
-    """An engine in its own thread, not started; the other fields as in `BuiltCore`."""
+class BuiltCore(EngineFacts):
+    """An engine without a thread, and its facts."""
+
+    core: EngineCore
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuiltEngine(EngineFacts):
+    """An engine in its own thread, not started, and its facts."""
 
     engine: AsyncEngine
-    layout: KVLayout
-    num_pages: int
-    identity_digest: bytes
-    model_name: str
-    max_model_len: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    model_dir: Path | None
-    pool_memory: PoolMemory
-    token_budget: int
-    profile: StepProfile | None
 
 
 def build_engine(config: EngineConfig, make_pool: MakePool, progress: Progress | None = None) -> BuiltEngine:
     """Builds an engine for a service. See `build_core`."""
-    built = vars(build_core(config, make_pool, progress)).copy()
-    return BuiltEngine(engine=AsyncEngine(built.pop("core"), MonotonicClock().now), **built)
+    facts = vars(build_core(config, make_pool, progress)).copy()
+    return BuiltEngine(engine=AsyncEngine(facts.pop("core"), MonotonicClock().now), **facts)
 
 
 def build_core(config: EngineConfig, make_pool: MakePool, progress: Progress | None = None) -> BuiltCore:
@@ -136,6 +132,8 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
 
     model_dir = resolve_model(config.model, progress)
 
+    # Idle OpenMP threads spin by default and starve neighbours on shared cores; read when torch is loaded.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
     from pdserve.engine.loader import load_model
@@ -191,7 +189,7 @@ def _core(config: EngineConfig, runner: Runner, num_pages: int, budget: int, max
         max_model_len=max_model_len,
         max_unreserved_fraction=config.max_unreserved_fraction,
     )
-    return EngineCore(limits, PagePool(num_pages), runner)
+    return EngineCore(limits, PagePool(num_pages), runner, POLICIES[config.scheduling_policy])
 
 
 def _model_name(config: EngineConfig) -> str:

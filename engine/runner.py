@@ -1,7 +1,6 @@
 """ModelRunner: computes the steps of a loaded model over pool memory.
 
-Threads are torch's, set once per process by `engine.build`. With more than one, start the process with
-`OMP_WAIT_POLICY=PASSIVE` and `GOMP_SPINCOUNT=0`: idle OpenMP threads that spin starve neighbours on shared cores.
+Threads are torch's, their number set once per process by `engine.build`.
 """
 
 from __future__ import annotations

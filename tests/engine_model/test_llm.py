@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -144,6 +147,18 @@ def test_the_pool_and_the_options_bound_the_length(tiny_dir: Path) -> None:
         build_core(config(tiny_dir, kv_cache_memory_bytes=100), PlainPool)
     with pytest.raises(ConfigError, match="cuda is not supported yet"):
         build_core(config(tiny_dir, device="cuda"), PlainPool)
+
+
+def test_idle_threads_of_the_model_do_not_spin(tiny_dir: Path) -> None:
+    """OpenMP reads its settings when torch is loaded, so only a fresh process can show them."""
+    code = f"from pdserve import LLM; LLM({str(tiny_dir)!r}, threads=2, max_num_batched_tokens=64)"
+    env = {k: v for k, v in os.environ.items() if k not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")} | {
+        "OMP_DISPLAY_ENV": "VERBOSE"
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=100, check=True
+    )
+    assert "GOMP_SPINCOUNT = '0'" in done.stderr
 
 
 def test_weights_that_cannot_be_read(tiny_dir: Path, tmp_path: Path) -> None:
