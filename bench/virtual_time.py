@@ -75,7 +75,8 @@ class VirtualClock:
 
     async def wait_for(self, awaitable: Any, timeout_s: float | None) -> Any:
         """See `Clock`."""
-        return await asyncio.wait_for(awaitable, timeout_s)
+        async with asyncio.timeout(timeout_s):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
+            return await awaitable
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:

@@ -43,4 +43,5 @@ class MonotonicClock:
 
     async def wait_for(self, awaitable: Awaitable[T], timeout_s: float | None) -> T:
         """See `Clock`."""
-        return await asyncio.wait_for(awaitable, timeout_s)
+        async with asyncio.timeout(timeout_s):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
+            return await awaitable
