@@ -84,7 +84,7 @@ class Orchestrator:
         store: Request records.
         workers: Whom requests are sent to.
         policy: Chooses among them.
-        rng: Makes ids and seeds; unguessable in production.
+        rng: Makes ids and seeds, and draws among equal workers; unguessable in production.
 
     Attributes:
         num_queued: Requests that wait for a route or for the first worker.
@@ -128,7 +128,7 @@ class Orchestrator:
 
     def can_serve(self) -> bool:
         """True when a request of one token would be routed now."""
-        return not self._draining and self._policy.choose(Ask(prompt_tokens=1), self._workers.table.pool()) is not None
+        return not self._draining and self._policy.can_route(Ask(prompt_tokens=1), self._workers.table.pool())
 
     def find(self, request_id: str) -> OpenRequest | None:
         """The request, if it lives here."""
@@ -282,7 +282,8 @@ class Orchestrator:
                 now = self._clock.now()
                 avoid = frozenset(w for w, until_s in refused.items() if until_s > now)
                 tokens = len(request.admitted.prompt_token_ids)
-                route = self._policy.choose(Ask(prompt_tokens=tokens, avoid=avoid), self._workers.table.pool())
+                ask = Ask(prompt_tokens=tokens, avoid=avoid)
+                route = self._policy.choose(ask, self._workers.table.pool(), self._rng.randrange)
                 if route is not None and route.decode.worker_id not in avoid:
                     request.progress.queue_s += now - queued_s
                     request.trace.placed(route, attempt, now - queued_s)

@@ -1,7 +1,8 @@
 """Which workers a request goes to. A policy is filters, scorers and a picker: functions over the table's pool. Pure.
 
 A filter says which workers may take the request; scorers order them, the first that differs decides, lower is better;
-the picker takes one of the ordered workers. `least-loaded` draws nothing; a picker that does is given its randomness.
+the picker takes one of the ordered workers, and is given its randomness. Equal workers are drawn by lot: between two
+load reports several routers know the same of the workers, and must not all choose the same one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ class Route:
 
 Filter = Callable[[Ask, LiveWorker], bool]
 Scorer = Callable[[Ask, LiveWorker], float]
-Picker = Callable[[Sequence[LiveWorker]], LiveWorker]
+Ranked = Sequence[tuple[tuple[float, ...], LiveWorker]]
+"""Scores and workers, best first; at least one."""
+Draw = Callable[[int], int]
+"""Draws an integer in [0, n)."""
+Picker = Callable[[Ranked, Draw], LiveWorker]
 
 
 def fits(ask: Ask, worker: LiveWorker) -> bool:
@@ -73,9 +78,10 @@ def used_pages(ask: Ask, worker: LiveWorker) -> float:
     return 1.0 - worker.load.num_free_pages / worker.facts.num_pages
 
 
-def first(ranked: Sequence[LiveWorker]) -> LiveWorker:
-    """Picker: the best one."""
-    return ranked[0]
+def best(ranked: Ranked, draw: Draw) -> LiveWorker:
+    """Picker: the best one, by lot among those that score the same."""
+    equal = [worker for score, worker in ranked if score == ranked[0][0]]
+    return equal[draw(len(equal))] if len(equal) > 1 else equal[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,20 +90,21 @@ class Stage:
 
     Attributes:
         filters: All must agree.
-        scorers: In order of weight; ties go to the smaller worker id.
+        scorers: In order of weight.
         picker: Takes one of the ordered workers.
     """
 
     filters: tuple[Filter, ...]
     scorers: tuple[Scorer, ...]
-    picker: Picker = first
+    picker: Picker = best
 
-    def choose(self, ask: Ask, workers: Sequence[LiveWorker]) -> LiveWorker | None:
+    def choose(self, ask: Ask, workers: Sequence[LiveWorker], draw: Draw) -> LiveWorker | None:
         """The chosen worker, or None when no worker passes the filters."""
         able = [w for w in workers if all(f(ask, w) for f in self.filters)]
         if not able:
             return None
-        return self.picker(sorted(able, key=lambda w: (self.score(ask, w), w.facts.worker_id)))
+        scored = [(self.score(ask, w), w) for w in able]
+        return self.picker(sorted(scored, key=lambda s: (s[0], s[1].facts.worker_id)), draw)
 
     def score(self, ask: Ask, worker: LiveWorker) -> tuple[float, ...]:
         """The worker's scores, lower is better."""
@@ -118,15 +125,24 @@ class Policy:
     decode: Stage
     decode_prefills: bool = False
 
-    def choose(self, ask: Ask, pool: Pool) -> Route | None:
+    def can_route(self, ask: Ask, pool: Pool) -> bool:
+        """True when the pool has a route for this request."""
+        return self.choose(ask, pool, lambda n: 0) is not None
+
+    def choose(self, ask: Ask, pool: Pool, draw: Draw) -> Route | None:
         """Chooses a (prefill, decode) pair or one worker for both, whichever has less prefill work ahead.
+
+        Args:
+            ask: The request.
+            pool: The workers.
+            draw: Randomness; used where several workers are equally good.
 
         Returns:
             The route, or None when the pool has none for this request.
         """
         alone = pool.mixed + (pool.decode if self.decode_prefills and not pool.prefill else ())
-        mixed = self.prefill.choose(ask, alone)
-        pair = self._pair(ask, pool)
+        mixed = self.prefill.choose(ask, alone, draw)
+        pair = self._pair(ask, pool, draw)
         if pair is not None and mixed is not None:
             cost = (self.prefill.score(ask, pair[0]), self.decode.score(ask, pair[1]))
             if cost > (self.prefill.score(ask, mixed), self.decode.score(ask, mixed)):
@@ -135,13 +151,13 @@ class Policy:
             return Route(pair[0].facts, pair[1].facts)
         return Route(None, mixed.facts) if mixed is not None else None
 
-    def _pair(self, ask: Ask, pool: Pool) -> tuple[LiveWorker, LiveWorker] | None:
+    def _pair(self, ask: Ask, pool: Pool, draw: Draw) -> tuple[LiveWorker, LiveWorker] | None:
         decodes = [w for w in pool.decode if all(f(ask, w) for f in self.decode.filters)]
         able = [p for p in pool.prefill if any(can_pair(p.facts, d.facts) for d in decodes)]
-        prefill = self.prefill.choose(ask, able)
+        prefill = self.prefill.choose(ask, able, draw)
         if prefill is None:
             return None
-        decode = self.decode.choose(ask, [d for d in decodes if can_pair(prefill.facts, d.facts)])
+        decode = self.decode.choose(ask, [d for d in decodes if can_pair(prefill.facts, d.facts)], draw)
         return (prefill, decode) if decode is not None else None
 
 
