@@ -1,4 +1,4 @@
-"""Background tasks of a worker's service: owned, ended together; one that fails ends the process with its reason."""
+"""Background tasks of a worker: owned, ended together; one that fails ends the process with its reason."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Background:
         task.add_done_callback(self._on_done)
 
     async def wait(self) -> None:
-        """Waits until all tasks have ended."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        """Waits until all tasks have ended, those too that they start meanwhile."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
 
     async def cancel(self) -> None:
         """Ends all tasks. Idempotent."""

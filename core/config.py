@@ -230,7 +230,9 @@ class WorkerConfig:
         10.0, "time that computed pages wait for a reader without renewal", unit="s", minimum=0.1
     )
     kv_integrity: str = option(
-        "host", "page checksums on the wire: xxh3 on the host, or none", choices=("host", "none")
+        "host",
+        "page checksums: xxh3 on the host, or none; a decode worker with host refuses a prefill worker with none",
+        choices=("host", "none"),
     )
     reserve_wait_s: float = option(5.0, "time that a reservation waits for free pages", unit="s", minimum=0)
     pull_idle_s: float = option(2.0, "a pull that receives nothing for this long fails", unit="s", minimum=0.05)

@@ -59,6 +59,7 @@ class DecodeWorker:
             layout=built.layout,
             sink=TcpPageSink(pool, built.identity_digest, idle_s=context.worker.pull_idle_s),
             clock=context.clock,
+            integrity=context.worker.kv_integrity,
         )
         self._service = DecodeService(
             engine=built.engine,

@@ -18,6 +18,7 @@ import grpc.aio
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
+from pdserve.core.grpc_server import channel_options
 from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer import handoff
 from pdserve.kvtransfer.control_server import OUTCOMES, PROTOCOL_VERSION
@@ -26,6 +27,8 @@ from pdserve.kvtransfer.transport import PageSink, SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
+INTEGRITY_MODES = ("host", "none")
+MAX_MESSAGE_BYTES = 16 << 20  # a watermark names its pages in about 20 bytes each
 OUTCOME_OF_STATE = {state: outcome for outcome, state in OUTCOMES.items()}
 ControlCall = grpc.aio.StreamStreamCall[pb.ControlRequest, pb.ControlResponse]
 
@@ -127,7 +130,10 @@ class IncomingTransfer:
         match message.WhichOneof("message"):
             case "watermark":
                 pages = tuple(SourcePageRef(p.page_id, p.generation, p.checksum) for p in message.watermark.pages)
-                self._feed(handoff.PagesFinal(message.watermark.first_page, pages))
+                if self._stream.checks_pages and not all(p.checksum for p in pages):
+                    self._feed(handoff.Ended(TransferState.FAILED, "NO_CHECKSUM"))
+                else:
+                    self._feed(handoff.PagesFinal(message.watermark.first_page, pages))
             case "manifest":
                 m = message.manifest
                 facts = handoff.ManifestFacts(
@@ -196,6 +202,11 @@ class _ControlStream:
         self._outbox: asyncio.Queue[pb.ControlRequest] = asyncio.Queue()
         self.task = asyncio.get_running_loop().create_task(self._run())
 
+    @property
+    def checks_pages(self) -> bool:
+        """Every page comes with a checksum."""
+        return self.welcome is not None and self.welcome.integrity == "host"
+
     def send(self, message: pb.ControlRequest) -> None:
         """Queues a message; what is queued before the welcome goes out after it."""
         self._outbox.put_nowait(message)
@@ -206,9 +217,12 @@ class _ControlStream:
         self._client.forget(transfer_id)
 
     async def _run(self) -> None:
-        error = TransferError("the transfer client was closed", reason="CLIENT_CLOSED")
+        error = TransferError("internal error of a control stream; the log has it", reason="CONTROL_FAILED")
         try:
             await self._talk()
+        except asyncio.CancelledError:
+            error = TransferError("the transfer client was closed", reason="CLIENT_CLOSED")
+            raise
         except TransferError as e:
             error = e
         finally:
@@ -221,7 +235,7 @@ class _ControlStream:
         client, channel = self._client, self._client.open_channel(self.peer.address)
         async with channel:
             call: ControlCall = rpc.KvTransferStub(channel).Control()  # type: ignore[no-untyped-call]
-            helpers: list[asyncio.Task[None]] = []
+            tasks: list[asyncio.Task[None]] = []
             try:
                 hello = pb.TransferHello(
                     protocol_version=PROTOCOL_VERSION,
@@ -235,10 +249,14 @@ class _ControlStream:
                 first = await self._read(call, client.connect_timeout_s)
                 if first.WhichOneof("message") != "welcome":
                     raise TransferError("prefill did not begin with a welcome", reason="BAD_WELCOME")
+                self._check_integrity(first.welcome)
                 self.welcome = first.welcome
-                helpers = [asyncio.create_task(self._write(call)), asyncio.create_task(self._renew())]
-                while True:
-                    self._on_message(await self._read(call, client.peer_timeout_s))
+                reading = asyncio.create_task(self._listen(call))
+                tasks = [reading, asyncio.create_task(self._write(call)), asyncio.create_task(self._renew())]
+                ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in ended:
+                    task.result()  # raises what went wrong
+                await reading  # the writer only noticed first
             except grpc.aio.AioRpcError as e:
                 raise _stream_error(self.peer, e) from e
             except TimeoutError as e:
@@ -247,16 +265,31 @@ class _ControlStream:
                 ) from e
             finally:
                 client.on_stream_ended(self)
-                for helper in helpers:
-                    helper.cancel()
-                await asyncio.gather(*helpers, return_exceptions=True)
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
+
+    def _check_integrity(self, welcome: pb.TransferWelcome) -> None:
+        if welcome.integrity not in INTEGRITY_MODES:
+            raise TransferError(f"prefill offers integrity {welcome.integrity!r}", reason="BAD_WELCOME")
+        if self._client.integrity == "host" and welcome.integrity != "host":
+            raise TransferError(
+                f"prefill worker {self.peer.worker_id} sends no page checksums and this worker wants them: start both "
+                "with the same --kv-integrity",
+                reason="INTEGRITY",
+                status="FAILED_PRECONDITION",
+            )
 
     async def _read(self, call: ControlCall, timeout_s: float) -> pb.ControlResponse:
         message = await self._client.clock.wait_for(call.read(), timeout_s)
         if not isinstance(message, pb.ControlResponse):
             raise TransferError(f"prefill worker {self.peer.worker_id} ended the stream", reason="PEER_LOST")
         return message
+
+    async def _listen(self, call: ControlCall) -> None:
+        while True:
+            self._on_message(await self._read(call, self._client.peer_timeout_s))
 
     async def _write(self, call: ControlCall) -> None:
         """Sends what is queued; when the call died, the reader sees it and ends the stream."""
@@ -292,6 +325,7 @@ class TransferClient:
         layout: This pool's layout.
         sink: The data plane into this pool; closed by `close`.
         clock: Time.
+        integrity: "host": only pages with checksums are taken; "none": prefill decides.
         open_channel: Makes a gRPC channel to host:port; None: a plain one.
         connect_timeout_s: Limit for the first answer of a peer, seconds.
         peer_timeout_s: A peer silent for this long is taken for dead, seconds.
@@ -306,13 +340,14 @@ class TransferClient:
         layout: KVLayout,
         sink: PageSink,
         clock: Clock,
+        integrity: str = "host",
         open_channel: Callable[[str], grpc.aio.Channel] | None = None,
         connect_timeout_s: float = 5.0,
         peer_timeout_s: float = 3.0,
     ) -> None:
         self.worker_id, self.incarnation, self.identity_digest = worker_id, incarnation, identity_digest
-        self.layout, self.clock = layout, clock
-        self.open_channel = open_channel or grpc.aio.insecure_channel
+        self.layout, self.clock, self.integrity = layout, clock, integrity
+        self.open_channel = open_channel or _plain_channel
         self.connect_timeout_s, self.peer_timeout_s = connect_timeout_s, peer_timeout_s
         self._sink = sink
         self._streams: dict[tuple[str, str], _ControlStream] = {}
@@ -387,13 +422,19 @@ class TransferClient:
         await self._sink.close()
 
 
+def _plain_channel(address: str) -> grpc.aio.Channel:
+    return grpc.aio.insecure_channel(address, options=channel_options(MAX_MESSAGE_BYTES))
+
+
 def _stream_error(peer: TransferPeer, error: grpc.aio.AioRpcError) -> TransferError:
     """A refusal keeps prefill's reason ("REASON: sentence"); anything else is a lost peer."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         reason, _, sentence = details.partition(": ")
+        if not (reason.isidentifier() and reason.isupper()):  # not one of ours: reasons are metric labels
+            reason, sentence = "PAIR_REFUSED", details
         return TransferError(
-            f"prefill worker {peer.worker_id} refused the pair: {sentence or details}",
+            f"prefill worker {peer.worker_id} refused the pair: {sentence}",
             reason=reason,
             status="FAILED_PRECONDITION",
         )

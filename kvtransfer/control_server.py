@@ -8,10 +8,9 @@ then may the pages be freed. Everything runs on the event loop, except hashing.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -20,8 +19,9 @@ import grpc
 import grpc.aio
 import xxhash
 
+from pdserve.core.background import Background
 from pdserve.core.clock import Clock
-from pdserve.core.errors import TransferError
+from pdserve.core.errors import PdserveError, TransferError
 from pdserve.core.layout import KVLayout, incompatibility
 from pdserve.kvtransfer import handoff
 from pdserve.kvtransfer.handoff import SourceTransfer, TransferState
@@ -114,6 +114,7 @@ class TransferServer(rpc.KvTransferServicer):
         pending_open_s: How long such an open is kept, seconds.
         heartbeat_s: Time between signs of life to decode, seconds.
         hashers: Where pages are hashed, off the loop; None: one thread. Ended by `stop`.
+        fail: Told when a task of the server failed: then a lease may never end, and the process must. None: logged.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class TransferServer(rpc.KvTransferServicer):
         pending_open_s: float = 30.0,
         heartbeat_s: float = 1.0,
         hashers: Executor | None = None,
+        fail: Callable[[PdserveError], None] | None = None,
     ) -> None:
         self._memory, self._source, self._layout, self._clock = memory, source, layout, clock
         self._identity_digest, self._incarnation, self._listener = identity_digest, incarnation, listener
@@ -140,9 +142,8 @@ class TransferServer(rpc.KvTransferServicer):
         self._entries: dict[str, _Entry] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # the last ones, so that a late open is told why
         self._streams: set[_Stream] = set()
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._work, self._timer = Background(fail or _log_failure), Background(fail or _log_failure)
         self._hashers = hashers or ThreadPoolExecutor(1, thread_name_prefix="kv-hash")
-        self._sweeper: asyncio.Task[None] | None = None
         self._stopping = asyncio.Event()
         self.num_late = 0
 
@@ -154,20 +155,15 @@ class TransferServer(rpc.KvTransferServicer):
 
     async def start(self) -> None:
         """Starts the sweep of leases, which runs on its own timer."""
-        self._sweeper = asyncio.create_task(self._sweep_forever())
+        self._timer.start(self._sweep_forever(), "sweep of leases")
 
     async def stop(self) -> None:
         """Ends all streams and transfers; returns when every `on_ended` was called. Idempotent."""
         self._stopping.set()
         for transfer_id in list(self._entries):
             self.close(transfer_id, "ABORTED")
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._sweeper
-            self._sweeper = None
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._timer.cancel()
+        await self._work.wait()
         self._hashers.shutdown()
 
     # ---- the prefill service's side ---------------------------------------------------------------------------------
@@ -402,7 +398,7 @@ class TransferServer(rpc.KvTransferServicer):
                 assert entry.stream is not None
                 entry.stream.send(_closed(transfer_id, action.reason))
             case handoff.Withdraw():
-                self._spawn(self._withdraw(transfer_id))
+                self._work.start(self._withdraw(transfer_id), f"withdrawal of {transfer_id}")
             case handoff.ReportEnded():
                 del self._entries[transfer_id]
                 self._ended[transfer_id] = action.reason
@@ -424,9 +420,9 @@ class TransferServer(rpc.KvTransferServicer):
         entry.work.append(work)
         if not entry.working:
             entry.working = True
-            self._spawn(self._work(transfer_id, entry))
+            self._work.start(self._catch_up(transfer_id, entry), f"watermarks of {transfer_id}")
 
-    async def _work(self, transfer_id: str, entry: _Entry) -> None:
+    async def _catch_up(self, transfer_id: str, entry: _Entry) -> None:
         while entry.work:
             match entry.work.popleft():
                 case handoff.Computed() as computed:
@@ -441,11 +437,6 @@ class TransferServer(rpc.KvTransferServicer):
             return xxhash.xxh3_64_intdigest(self._memory.page(page_id)) if self._integrity == "host" else 0
 
         return tuple(SourcePageRef(p.page_id, p.generation, checksum(p.page_id)) for p in pages)
-
-    def _spawn(self, coroutine: Coroutine[None, None, None]) -> None:
-        task = asyncio.get_running_loop().create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
 
     async def _sweep_forever(self) -> None:
         while True:
@@ -462,6 +453,10 @@ class TransferServer(rpc.KvTransferServicer):
                 transfer_id, _ = stream.pending.popitem(last=False)
                 stream.send(_closed(transfer_id, "UNKNOWN_TRANSFER"))
                 self.num_late += 1
+
+
+def _log_failure(error: PdserveError) -> None:
+    log.error("KV transfer server: %s (%s)", error.message, error.reason)
 
 
 def _closed(transfer_id: str, reason: str) -> pb.ControlResponse:

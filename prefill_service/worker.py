@@ -84,6 +84,7 @@ class PrefillWorker:
             clock=context.clock,
             lease_s=context.worker.kv_lease_s,
             integrity=context.worker.kv_integrity,
+            fail=context.fail,
         )
         self._service.attach(transfers)
         add_KvTransferServicer_to_server(transfers, context.server)  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.tcp import MAX_PER_PEER, TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import SourcePageRef
 
-from .world import DIGEST, LAYOUT, fill, run
+from .world import DIGEST, LAYOUT, eventually, fill, run
 
 NUM_PAGES = 64
 
@@ -60,12 +60,6 @@ async def pair(idle_s: float = 2.0) -> AsyncIterator[Pair]:
         source.close()
         there.close()
         here.close()
-
-
-async def eventually(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110  threads of the data plane signal nothing to tests
-            await asyncio.sleep(0.005)
 
 
 async def reason_of(coroutine: object) -> str:

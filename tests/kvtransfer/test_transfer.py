@@ -9,7 +9,7 @@ import grpc.aio
 import pytest
 
 from pdserve.core.clock import MonotonicClock
-from pdserve.core.errors import TransferError
+from pdserve.core.errors import PdserveError, TransferError
 from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource, PageFate
 from pdserve.kvtransfer.handoff import TransferState
@@ -17,7 +17,7 @@ from pdserve.kvtransfer.pool import KvPool
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1.kvtransfer_pb2_grpc import KvTransferStub
 
-from .world import LAYOUT, SMALL, Ref, hello, run, world
+from .world import LAYOUT, SMALL, Ref, eventually, hello, run, world
 
 
 def test_pages_arrive_whole_while_the_prompt_is_computed() -> None:
@@ -103,6 +103,8 @@ def test_a_finished_request_pulls_nothing_more() -> None:
             "LAYOUT",
         ),
         ({"expected_incarnation": "zz"}, "INCARNATION"),
+        ({"integrity": "none"}, "INTEGRITY"),
+        ({"integrity": "crc"}, "BAD_WELCOME"),
     ],
 )
 def test_a_pair_that_does_not_fit_is_refused_with_the_reason(options: dict[str, object], reason: str) -> None:
@@ -112,7 +114,48 @@ def test_a_pair_that_does_not_fit_is_refused_with_the_reason(options: dict[str, 
             with pytest.raises(TransferError) as e:
                 await incoming.result()
             assert e.value.reason == reason
-            assert w.server.num_streams == 0
+            await eventually(lambda: w.server.num_streams == 0)
+
+    run(body())
+
+
+def test_without_checksums_pages_arrive_where_decode_agrees() -> None:
+    async def body() -> None:
+        async with world(integrity="none", decode_integrity="none") as w:
+            w.server.offer("t", 2)
+            incoming = w.start("t", 2)
+            w.server.pages_ready("t", 0, [Ref(3), Ref(5)])
+            w.complete("t", 2)
+            await incoming.result()
+            assert [bytes(w.decode.page(i)) for i in range(2)] == [bytes(w.prefill.page(i)) for i in (3, 5)]
+
+    run(body())
+
+
+def test_a_page_without_checksum_is_not_taken_where_they_were_promised() -> None:
+    async def body() -> None:
+        async with world() as w:
+            w.server.offer("t", 2)
+            incoming = w.start("t", 2)
+            await w.listener.until(lambda: "t" in w.listener.opened)
+            w.server._integrity = "none"  # after its welcome said host
+            w.server.pages_ready("t", 0, [Ref(3)])
+            with pytest.raises(TransferError) as e:
+                await incoming.result()
+            assert e.value.reason == "NO_CHECKSUM"
+            assert not any(w.decode.buffer)
+
+    run(body())
+
+
+def test_a_failed_task_of_the_server_is_told_to_its_owner() -> None:
+    async def body() -> None:
+        failures = list[PdserveError]()
+        async with world(fail=failures.append) as w:
+            w.server.offer("t", 1)
+            w.server.pages_ready("t", 0, [Ref(999)])  # there is no such page
+            await eventually(lambda: bool(failures))
+            assert "IndexError" in failures[0].message
 
     run(body())
 

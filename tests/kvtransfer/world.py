@@ -125,6 +125,7 @@ async def world(
     sink_of: Callable[[KvPool], PageSink] | None = None,
     source_of: Callable[[KvPool], PageSource] | None = None,
     peer_timeout_s: float = 3.0,
+    decode_integrity: str = "host",
     **server_options: Any,
 ) -> AsyncIterator[World]:
     prefill, decode = KvPool(layout, num_pages), KvPool(layout, num_pages)
@@ -155,6 +156,7 @@ async def world(
         layout=decode_layout or layout,
         sink=used_sink,
         clock=MonotonicClock(),
+        integrity=decode_integrity,
         peer_timeout_s=peer_timeout_s,
     )
     peer = TransferPeer("prefill-0", f"127.0.0.1:{port}", expected_incarnation)
@@ -170,6 +172,13 @@ async def world(
         assert client.num_open == 0
         prefill.close()
         decode.close()
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    """Polls what signals nothing, with a deadline."""
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 def run(coroutine: Coroutine[Any, Any, None], limit_s: float = 30.0) -> None:
