@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from pathlib import Path
 from typing import cast
 
@@ -88,7 +89,8 @@ class Completion:
 class LLM:
     """A model and its engine.
 
-    Not for several threads at once. Several streams may be read in turns: they run in one batch.
+    Not for several threads at once. Several streams may be read in turns: they run in one batch. The model computes on
+    one CPU thread unless `threads` says more; it is torch's number of threads, for the whole process.
 
     Args:
         model: A local directory, a hub id, or the built-in SmolLM2-135M-Instruct.
@@ -120,14 +122,14 @@ class LLM:
 
     def generate(
         self,
-        prompts: str | Sequence[Prompt],
-        sampling: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Completion]:
         """Computes all prompts in one batch.
 
         Args:
-            prompts: The prompts; one string is one prompt.
-            sampling: For all, or one per prompt; default: `SamplingParams()`.
+            prompts: One prompt of any kind, or several.
+            sampling_params: For all, or one per prompt; default: `SamplingParams()`.
 
         Returns:
             One completion per prompt, in order.
@@ -136,11 +138,15 @@ class LLM:
             RequestError: A prompt or parameter is wrong; nothing was computed.
             EngineError: The engine failed.
         """
-        prompts = [prompts] if isinstance(prompts, str) else list(prompts)
-        each = sampling if isinstance(sampling, Sequence) else [sampling or SamplingParams()] * len(prompts)
-        if len(each) != len(prompts):
-            raise RequestError(f"{len(prompts)} prompts and {len(each)} sampling parameters; give one each, or one")
-        requests = [self._request(p, s) for p, s in zip(prompts, each, strict=True)]
+        several = [cast(Prompt, prompts)] if _is_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
+        each = (
+            sampling_params
+            if isinstance(sampling_params, Sequence)
+            else [sampling_params or SamplingParams()] * len(several)
+        )
+        if len(each) != len(several):
+            raise RequestError(f"{len(several)} prompts and {len(each)} sampling parameters; give one each, or one")
+        requests = [self._request(p, s) for p, s in zip(several, each, strict=True)]
         outputs = [self._submit(r) for r in requests]
         try:
             while any(o.finish_reason is None and o.error is None for o in outputs):
@@ -153,13 +159,13 @@ class LLM:
                 raise output.error
         return [o.completion() for o in outputs]
 
-    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[OutputDelta]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Computes one prompt and gives its output as it comes. Leaving the loop early cancels the rest.
 
         Raises:
             RequestError: The prompt or a parameter is wrong; raised at once, not at the first item.
         """
-        return self._stream(self._submit(self._request(prompt, sampling or SamplingParams())))
+        return self._stream(self._submit(self._request(prompt, sampling_params or SamplingParams())))
 
     def _stream(self, output: _Output) -> Iterator[OutputDelta]:
         try:
@@ -201,9 +207,16 @@ class LLM:
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
             return self.tokenizer.encode(prompt)
-        if prompt and isinstance(prompt[0], Mapping):
-            return self.tokenizer.encode_chat(cast(ChatMessages, prompt))
-        return cast(Sequence[int], prompt)
+        if isinstance(prompt, Iterable):
+            if all(isinstance(part, Integral) for part in prompt):
+                return [int(token) for token in cast(Sequence[int], prompt)]
+            if all(isinstance(part, Mapping) for part in prompt):
+                return self.tokenizer.encode_chat(cast(ChatMessages, prompt))
+        raise RequestError(
+            f"a prompt is {prompt!r:.80}; it must be text, a sequence of token ids, or a sequence of chat messages "
+            'such as {"role": "user", "content": "Hello"}',
+            reason="BAD_PROMPT",
+        )
 
     def _submit(self, request: Request) -> _Output:
         output = _Output(request, TextStream(self.tokenizer, request.sampling))
@@ -227,6 +240,11 @@ class LLM:
                     del self._open[event.key]
             elif isinstance(event, SequenceFailed) and (output := self._open.pop(event.key, None)) is not None:
                 output.error = _error(event)
+
+
+def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """One prompt rather than several: text, or a sequence whose first part is a token id or a chat message."""
+    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
 
 
 def _error(event: SequenceFailed) -> PdserveError:

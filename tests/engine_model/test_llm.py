@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pdserve import LLM, SamplingParams
@@ -48,6 +49,20 @@ def test_text_ids_and_chat(llm: LLM) -> None:
         assert (r.finish_reason, r.usage.completion_tokens) == (FinishReason.LENGTH, 9)
     assert llm.generate("t1 t2 t3", params(9))[0].token_ids == results[0].token_ids
     idle(llm)
+
+
+def test_one_prompt_of_any_kind_needs_no_list(llm: LLM) -> None:
+    for prompt in ("t1 t2", [1, 2], (1, 2), np.array([1, 2]), [{"role": "user", "content": "t7"}]):
+        [one] = llm.generate(prompt, sampling_params=params(5))  # type: ignore[arg-type]
+        [same] = llm.generate([prompt], params(5))  # type: ignore[list-item]
+        assert one == same and list(one.token_ids) == expected_tokens(one.prompt_token_ids, 5)
+    assert llm.generate([], params(5)) == []
+
+
+@pytest.mark.parametrize("prompt", [["t1", 2], [1, {"role": "user", "content": "t7"}], [[1], [2]], [1.5], None, 7])
+def test_what_is_no_prompt_says_what_one_is(llm: LLM, prompt: object) -> None:
+    with pytest.raises(RequestError, match="must be text, a sequence of token ids"):
+        llm.generate(["t1", prompt], params(4))  # type: ignore[list-item]
 
 
 def test_stop_string_ends_in_the_middle_of_a_batch(llm: LLM) -> None:
