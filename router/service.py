@@ -15,7 +15,8 @@ from pdserve.core.telemetry import RouterMetrics
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import REQUEST_ID, Tracing, request_attributes
 from pdserve.router.admission import Admitted, admit, check_envelope, check_request_id
-from pdserve.router.orchestrator import OpenRequest, Orchestrator
+from pdserve.router.open_request import OpenRequest
+from pdserve.router.orchestrator import Orchestrator
 from pdserve.router.record import PHASES, TERMINAL_PHASE, RequestRecord, RequestState
 from pdserve.router.request_store import RequestStore, still_running_error
 from pdserve.router.trace import RequestReport

@@ -154,6 +154,22 @@ def test_refused_by_the_only_one_waits_its_time_and_gives_up_in_the_end() -> Non
     run_virtual(main())
 
 
+@pytest.mark.parametrize("retry_after_s", [(1, 5), (5, 1)])
+def test_refused_by_all_goes_to_the_first_that_may_have_room(retry_after_s: tuple[int, int]) -> None:
+    async def main() -> None:
+        w = World("p0", "d0", "d1")
+        await w.open()
+        wait_s = dict(zip(("d0", "d1"), retry_after_s, strict=True))
+        for attempt in (1, 2):
+            (name,) = (n for n in wait_s if w.clients[n].submits)
+            w.clients[name].reserve("r", attempt, reserved=False, retry_after_ms=1000 * wait_s[name])
+            await w.settle()
+        await w.clock.sleep(1.1)
+        assert ("r", 3) in w.clients[min(wait_s, key=wait_s.__getitem__)].submits
+
+    run_virtual(main())
+
+
 def test_request_that_can_never_fit_is_told_so() -> None:
     async def main() -> None:
         w = World("p0", "d0")

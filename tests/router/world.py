@@ -11,7 +11,8 @@ from pdserve.core.request import Role
 from pdserve.core.sampling import SamplingParams
 from pdserve.router.admission import Admitted, admit
 from pdserve.router.config import RouterConfig
-from pdserve.router.orchestrator import OpenRequest, Orchestrator
+from pdserve.router.open_request import OpenRequest
+from pdserve.router.orchestrator import Orchestrator
 from pdserve.router.policy import least_loaded
 from pdserve.router.store_fake import FakeStore
 from pdserve.router.trace import NoTrace
