@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 
+from pdserve.cli.arguments import Parser
 from pdserve.cli.progress import RichProgress
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `pdserve fetch-model`; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="pdserve fetch-model",
-        allow_abbrev=False,
-        description="Fetch a model, check it, convert it once, and print the directory that holds it. "
-        "The cache is ${PDSERVE_CACHE:-~/.cache/pdserve}/models.",
+    parser = Parser(
+        "pdserve fetch-model",
+        "Fetch a model, check it, convert it once, and print the directory that holds it.\n"
+        "The built-in model is kept in $PDSERVE_CACHE/models (default: ~/.cache/pdserve/models), others where\n"
+        "the hub's client keeps them.",
     )
     parser.add_argument(
         "--model",
+        metavar="NAME",
         default="SmolLM2-135M-Instruct",
         help="the built-in SmolLM2-135M-Instruct, a hub id, or a local directory to check (default: %(default)s)",
     )

@@ -15,14 +15,14 @@ from pdserve.client import Client, RequestOptions, Result, TokenStream
 from pdserve.core.errors import ConfigError
 
 _OPTIONS: tuple[tuple[str, type, str], ...] = (
-    ("max_tokens", int, "tokens to generate at most"),
+    ("max_tokens", int, "tokens to generate at most (default: 256, or what the model's length leaves)"),
     ("temperature", float, "0 always takes the likeliest token; higher is more varied (default: 1)"),
-    ("top_p", float, "choose among the likeliest tokens that hold this probability, in (0, 1]"),
-    ("top_k", int, "choose among the k likeliest tokens; 0: all"),
-    ("min_p", float, "drop tokens less likely than this share of the likeliest, in [0, 1]"),
-    ("seed", int, "repeat an answer: same seed, same tokens"),
+    ("top_p", float, "choose among the likeliest tokens that together hold this probability, in (0, 1] (default: 1)"),
+    ("top_k", int, "choose among the N likeliest tokens; 0: all (default: 0)"),
+    ("min_p", float, "drop tokens less likely than this share of the likeliest, in [0, 1] (default: 0)"),
+    ("seed", int, "same seed, same answer (default: another one each time)"),
     ("logprobs", int, "with --json: log-probabilities of this many likeliest tokens"),
-    ("timeout_s", float, "give up after this many seconds"),
+    ("timeout_s", float, "give up after this many seconds (default: never)"),
     ("model", str, "served model name (default: the only one)"),
     ("request_id", str, "id of the request, to look it up or cancel it"),
 )
