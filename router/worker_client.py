@@ -210,7 +210,9 @@ class GrpcWorkerClient:
                 told = error_from_rpc(e)
                 return self._died(f"is gone ({told.reason}: {told.message})")
             except asyncio.CancelledError:
-                if ticker is not None and ticker.done() and not ticker.cancelled():
+                me = asyncio.current_task()
+                asked = me is not None and me.cancelling() > 0  # else the ticker ended the call
+                if ticker is not None and ticker.done() and not asked:
                     return self._died(f"was silent for {self._max_silent_ticks * self._heartbeat_s:g} s")
                 raise
             except PdserveError as e:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 import pytest
 
+from pdserve.bench.virtual_time import VirtualClock, run_virtual
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError
 from pdserve.core.registry import WorkerRecord
@@ -17,6 +18,7 @@ from pdserve.router.connector import Connector
 from pdserve.router.inbox import Died, Inbox, Output, Reservation, WorkersChanged
 from pdserve.router.worker_client import GrpcWorkerClient, WorkerClient
 from pdserve.router.worker_set import WorkerSet
+from pdserve.router.worker_table import Listed
 from pdserve.v1 import common_pb2, worker_pb2, worker_pb2_grpc
 from tests.router.test_worker_table import MODEL, layout
 from tests.router.world import tokens
@@ -41,28 +43,29 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[Response]:
         self.num_sessions += 1
         assert (await anext(aiter(requests))).hello.router_id == "router"
-        yield Response(
-            welcome=worker_pb2.Welcome(
-                worker_id=self.worker_id,
-                role=common_pb2.ROLE_DECODE,
-                incarnation=self.incarnation,
-                protocol_version=self.protocol,
-                identity_digest=b"a" * 32,
-                model=MODEL,
-                max_model_len=128,
-                vocab_size=100,
-                layout=layout().to_json(),
-                num_pages=64,
-                page_size=16,
-                max_num_seqs=8,
-            )
-        )
+        yield Response(welcome=self.welcome())
         reader = asyncio.create_task(self._read(requests))
         try:
             while (response := await self.outgoing.get()) is not None:
                 yield response
         finally:
             reader.cancel()
+
+    def welcome(self) -> worker_pb2.Welcome:
+        return worker_pb2.Welcome(
+            worker_id=self.worker_id,
+            role=common_pb2.ROLE_DECODE,
+            incarnation=self.incarnation,
+            protocol_version=self.protocol,
+            identity_digest=b"a" * 32,
+            model=MODEL,
+            max_model_len=128,
+            vocab_size=100,
+            layout=layout().to_json(),
+            num_pages=64,
+            page_size=16,
+            max_num_seqs=8,
+        )
 
     async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
         async for request in requests:
@@ -330,6 +333,58 @@ def test_wrong_welcome_is_refused(field: str, value: object, word: str) -> None:
         assert "d0" in error.message
 
     run(test)
+
+
+class SilentCall:
+    """A worker that says Welcome and then nothing; whoever ends its call ends the router in the same moment."""
+
+    def __init__(self, welcome: Response) -> None:
+        self.welcome: Response | None = welcome
+        self.ended = asyncio.Event()
+        self.end_router: Callable[[], object]
+
+    async def read(self) -> Response:
+        if (welcome := self.welcome) is not None:
+            self.welcome = None
+            return welcome
+        await self.ended.wait()
+        raise asyncio.CancelledError  # as gRPC says that its call was cancelled
+
+    def cancel(self) -> None:
+        if not self.ended.is_set():
+            self.ended.set()
+            self.end_router()
+
+
+def test_a_router_that_ends_while_a_silent_worker_is_given_up_ends() -> None:
+    class Channel:
+        async def __aenter__(self) -> Channel:
+            return self
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        def stream_stream(self, *_: object, **__: object) -> Callable[..., SilentCall]:
+            return lambda requests: call
+
+    async def main() -> None:
+        listed = Listed(worker_id="d0", role=Role.DECODE, incarnation="i1", address="d0:1")
+        client = GrpcWorkerClient(
+            listed,
+            "router",
+            VirtualClock(),
+            WorkerSet(MODEL),
+            heartbeat_s=1.0,
+            timeout_s=3.0,
+            open_channel=lambda address: Channel(),  # type: ignore[arg-type, return-value]
+        )
+        life = asyncio.create_task(client.run())
+        call.end_router = life.cancel
+        with pytest.raises(asyncio.CancelledError):
+            await life
+
+    call = SilentCall(Response(welcome=ScriptedWorker().welcome()))
+    run_virtual(main())
 
 
 def test_nobody_at_the_address() -> None:
