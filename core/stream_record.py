@@ -82,6 +82,7 @@ class StreamRecord:
         self._first_s: float | None = None
         self._transfer_began_s: float | None = None
         self._num_tokens = 0
+        self._queued, self._ended = True, False
         self._prefill_events: list[SpanEvent] = []
         self.timings = common_pb2.Timings()
         metrics.prompt_tokens.inc(len(submit.prompt_token_ids))
@@ -138,7 +139,10 @@ class StreamRecord:
         self._prefill_events.append(SpanEvent(WATERMARK, now, {NUM_PAGES: num_pages}))
 
     def finished(self, reason: str, now: float) -> None:
-        """The stream ended properly here: "stop", "length", or "handoff" once the manifest is out."""
+        """The stream ended properly here: "stop", "length", or "handoff" once the manifest is out. First end counts."""
+        if self._ended:
+            return
+        self._ended = True
         self._metrics.requests.labels(reason, "").inc()
         if not self._decodes:
             self._prefill_span(now)
@@ -153,7 +157,10 @@ class StreamRecord:
             self._span(DECODE, self._decode_began_s, now, events=[SpanEvent(FINISHED, now)])
 
     def failed(self, error: PdserveError, now: float) -> None:
-        """The stream ended with an error, or was cancelled."""
+        """The stream ended with an error, or was cancelled. The first end counts."""
+        if self._ended:
+            return
+        self._ended = True
         cancelled = error.status == "CANCELLED"
         self._metrics.requests.labels("cancelled" if cancelled else "failed", error.reason).inc()
         if self._transfer_began_s is not None:
@@ -162,10 +169,11 @@ class StreamRecord:
             self._span(DECODE, self._decode_began_s, now, error=error)
         elif self._started_s is not None:
             self._prefill_span(now, error)
-        elif self._prefills:
+        elif self._queued:
             self._span(QUEUE, self._arrival_s, now, error=error)
 
     def _end_queue(self, at: float, event: str) -> None:
+        self._queued = False
         self.timings.queue_s = at - self._arrival_s
         self._metrics.queue_seconds.observe(self.timings.queue_s)
         self._span(QUEUE, self._arrival_s, at, events=[SpanEvent(event, at)])

@@ -14,6 +14,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.output_stage import OutputState
 from pdserve.core.request import Request
 from pdserve.core.session import RouterSession, fence_order, refusal
+from pdserve.core.stream_record import StreamRecord
 from pdserve.core.telemetry import WorkerMetrics
 from pdserve.core.worker_app import LoadedWorker, WorkerContext
 from pdserve.v1 import common_pb2, worker_pb2
@@ -28,6 +29,7 @@ class Stream:
         request: The same for the engine.
         session: Who asked.
         output: Text and offsets so far.
+        record: Where its time went.
         silent: True: nothing more is sent.
         ending: True: the engine was, or will be, told to abort it.
         abort_answers: Sessions that wait for Aborted.
@@ -37,6 +39,7 @@ class Stream:
     request: Request
     session: RouterSession
     output: OutputState
+    record: StreamRecord
     silent: bool = False
     ending: bool = False
     abort_answers: list[RouterSession] = field(default_factory=list)

@@ -98,10 +98,10 @@ class LoadedWorker:
     data_address: str | None = None
 
 
-class WorkerService(SessionHandler, Protocol):
-    """One role: what it does with messages, and how it starts and ends."""
+class WorkerService(Protocol):
+    """One role: how it starts and ends. What it does with routers' messages is another object, made by `start`."""
 
-    async def start(self, context: WorkerContext) -> LoadedWorker:
+    async def start(self, context: WorkerContext) -> tuple[SessionHandler, LoadedWorker]:
         """Loads the model and starts everything; afterwards messages may come. Long work belongs into threads.
 
         Raises:
@@ -211,18 +211,19 @@ class WorkerApp:
         await _first_of(loading, signals.drain.wait(), self._failed.wait())
         if loading.cancelled():
             return 1 if self._failure else 0
-        loaded = loading.result()
+        handler, loaded = loading.result()
         self._record = _record(context, loaded)
         context.metrics.set_info(worker_id=worker_id, incarnation=self._incarnation, model=loaded.model)
         ready = ready_line(
             self._role.value, grpc=format_address(config.host, port), metrics=metrics_address, data=loaded.data_address
         )
         registry = Registry(redis, config.cluster, self._clock)
-        return await self._serve(context, server, registry, signals, stack, ready)
+        return await self._serve(context, handler, server, registry, signals, stack, ready)
 
     async def _serve(
         self,
         context: WorkerContext,
+        handler: SessionHandler,
         server: GrpcServer,
         registry: Registry,
         signals: StopSignals,
@@ -230,7 +231,7 @@ class WorkerApp:
         ready: str,
     ) -> int:
         sessions = SessionServer(
-            self._service,
+            handler,
             self._clock,
             router_timeout_s=self._worker_config.router_timeout_s,
             metrics=context.metrics,
@@ -238,7 +239,7 @@ class WorkerApp:
         worker_pb2_grpc.add_WorkerServicer_to_server(sessions, server.server)  # type: ignore[no-untyped-call]
         stack.push_async_callback(sessions.close, STOP_TIMEOUT_S)
         server.open()
-        await _first_of(self._register(registry), signals.drain.wait())
+        await _first_of(self._register(registry), signals.drain.wait(), self._failed.wait())
         stack.push_async_callback(self._unregister, registry)
         await stack.enter_async_context(_background(self._keep_registered(registry)))
         watchdog = await stack.enter_async_context(_background(self._watch_health(server)))

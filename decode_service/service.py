@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import CancelledError, EngineError, PdserveError, TransferError
-from pdserve.core.output_stage import OutputState
+from pdserve.core.errors import CapacityError, EngineError, PdserveError, TransferError
 from pdserve.core.session import RouterSession
 from pdserve.core.stream_record import StreamRecord
-from pdserve.core.streams import StepBatch, Stream, StreamTable, load_message, observe_step, send_aborted
-from pdserve.core.submission import ModelLimits, check_part, read_request, sequence_key
+from pdserve.core.stream_service import Step, StreamService
+from pdserve.core.streams import StepBatch, Stream
+from pdserve.core.submission import ModelLimits
 from pdserve.core.telemetry import WorkerMetrics
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import Tracing
@@ -41,7 +41,6 @@ from pdserve.engine.step import (
     Reserved,
     SequenceAborted,
     SequenceFailed,
-    StepEvents,
     TokensSampled,
 )
 from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, TransferPeer
@@ -55,26 +54,18 @@ class DecodeStream(Stream):
     """One output.
 
     Attributes:
-        record: Where its time went.
         transfer: Set while pages may still be written.
     """
 
-    record: StreamRecord
     transfer: IncomingTransfer | None = None
 
 
-class DecodeService:
+class DecodeService(StreamService[DecodeStream, Event]):
     """SessionHandler of a decode or mixed worker.
 
     Args:
         engine: Started by the caller.
         transfers: Closed by the caller.
-        welcome: First message to routers.
-        limits: What prompts are checked against.
-        tokenizer: For the text.
-        clock: Time.
-        metrics: Of this process.
-        tracing: Of this process.
         reserve_wait_s: Time that a reservation waits for pages, seconds.
     """
 
@@ -91,60 +82,23 @@ class DecodeService:
         tracing: Tracing,
         reserve_wait_s: float,
     ) -> None:
-        self._engine, self._transfers, self._welcome, self._limits = engine, transfers, welcome, limits
-        self._tokenizer, self._clock, self._metrics, self._tracing = tokenizer, clock, metrics, tracing
-        self._reserve_wait_s = reserve_wait_s
-        self._streams: StreamTable[DecodeStream] = StreamTable()
+        super().__init__(engine, welcome, limits, tokenizer, clock, metrics, tracing)
+        self._engine, self._transfers, self._reserve_wait_s = engine, transfers, reserve_wait_s
         self._tasks = asyncio.TaskGroup()
-        self._failure: EngineError | None = None
-
-    async def drain(self) -> None:
-        """Waits until nothing of any attempt is left; the caller sets the limit."""
-        await self._streams.wait_empty()
 
     # ---- from the router ------------------------------------------------------------
 
-    def welcome(self) -> worker_pb2.Welcome:
-        """See `SessionHandler`."""
-        return self._welcome
-
-    def load(self) -> worker_pb2.Load:
-        """See `SessionHandler`."""
-        return load_message(self._engine.load())
-
     def submit(self, session: RouterSession, message: worker_pb2.Submit) -> None:
         """See `SessionHandler`."""
-        if self._failure is not None:
-            raise self._failure
-        check_part(message, PARTS, self._welcome.incarnation)
-        now = self._clock.now()
-        request = read_request(message, self._limits, now)
-        for older in self._streams.up_to(message.fence):
-            self._end(older)
-        output = OutputState(message.fence, self._tokenizer, request.sampling, len(request.prompt_token_ids))
-        output.skip(request.emitted_token_ids)
+        request, output = self._read(message, PARTS)
+        now = request.arrival_s
         mixed = message.part == common_pb2.ROLE_MIXED
         self._engine.send(Add(request) if mixed else Reserve(request, now + self._reserve_wait_s))
         record = StreamRecord(self._metrics, self._tracing, message, now)
         self._streams.add(DecodeStream(submit=message, request=request, session=session, output=output, record=record))
 
-    def abort(self, session: RouterSession, message: worker_pb2.Abort) -> None:
-        """See `SessionHandler`."""
-        stream = self._streams.get(sequence_key(message.fence))
-        if stream is None:
-            send_aborted(session, message, known=False)
-        else:
-            stream.abort_answers.append(session)
-        for live in self._streams.up_to(message.fence):
-            self._end(live)
-
     def renew(self, session: RouterSession, transfer_ids: Sequence[str]) -> None:
         """See `SessionHandler`; a decode worker has no leases."""
-
-    def session_ended(self, session: RouterSession) -> None:
-        """See `SessionHandler`."""
-        for stream in self._streams.of_session(session):
-            self._end(stream)
 
     # ---- from the engine ------------------------------------------------------------
 
@@ -167,13 +121,8 @@ class DecodeService:
         if self._failure is not None:
             raise self._failure
 
-    def _on_step(self, step: StepEvents) -> None:
-        batch, now = StepBatch(), self._clock.now()
-        for event in step.events:
-            if stream := self._streams.get(event.key):
-                self._on_event(stream, event, batch, now, now - step.duration_s)
-        batch.send(step.step, step.load)
-        observe_step(self._metrics, step.load, step.num_tokens, step.duration_s)
+    def _on_step(self, step: Step[Event]) -> None:
+        super()._on_step(step)
         self._metrics.reservations.set(self._transfers.num_open)
 
     def _on_event(self, stream: DecodeStream, event: Event, batch: StepBatch, now: float, step_began: float) -> None:
@@ -221,6 +170,8 @@ class DecodeService:
     def _on_refused(self, stream: DecodeStream, event: ReservationRefused) -> None:
         self._metrics.refused_reservations.inc()
         if not stream.ending:
+            refused = CapacityError("pages were not free in time", reason="RESERVATION_REFUSED")
+            stream.record.failed(refused, self._clock.now())
             self._send_reservation(stream, False, retry_after_ms=round((event.retry_after_s or 0) * 1000))
             self._streams.remove(stream)
 
@@ -277,23 +228,11 @@ class DecodeService:
 
     # ---- ends ------------------------------------------------------------
 
-    def _fail(self, stream: DecodeStream, error: PdserveError) -> None:
-        if not stream.silent:
-            stream.record.failed(error, self._clock.now())
-        stream.fail(error)
-
-    def _end(self, stream: DecodeStream) -> None:
-        """Ends a stream that its router wants no more, or that failed: first the transfer, then the pages."""
-        if not stream.silent:
-            stream.record.failed(CancelledError("the router ended it"), self._clock.now())
-        stream.silent = True
-        if stream.ending:
-            return
+    def _fence(self, stream: DecodeStream, reason: str) -> None:
         if stream.transfer is None:
             self._free(stream)
         else:
-            stream.ending = True
-            self._tasks.create_task(stream.transfer.abort())  # `_receive` frees the pages then
+            self._tasks.create_task(stream.transfer.abort(reason))  # `_receive` frees the pages then
 
     def _free(self, stream: DecodeStream) -> None:
         """Lets the engine free the pages; `SequenceAborted` follows."""

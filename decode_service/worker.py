@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from pdserve.core.background import Background
-from pdserve.core.session import RouterSession
 from pdserve.core.streams import welcome_message
 from pdserve.core.submission import ModelLimits
 from pdserve.core.tokenizer import Tokenizer
@@ -19,7 +17,6 @@ from pdserve.engine.config import EngineConfig
 from pdserve.kvtransfer.control_client import TransferClient
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.tcp import TcpPageSink
-from pdserve.v1 import worker_pb2
 
 
 class DecodeWorker:
@@ -36,7 +33,7 @@ class DecodeWorker:
         self._stall_s = 0.0
         self._service: DecodeService
 
-    async def start(self, context: WorkerContext) -> LoadedWorker:
+    async def start(self, context: WorkerContext) -> tuple[DecodeService, LoadedWorker]:
         """See `WorkerService`."""
         built = await asyncio.to_thread(build_engine, self._config, KvPool)
         pool = built.pool_memory
@@ -75,7 +72,7 @@ class DecodeWorker:
             reserve_wait_s=context.worker.reserve_wait_s,
         )
         self._run(context, built.engine, transfers)
-        return loaded
+        return self._service, loaded
 
     def _run(self, context: WorkerContext, engine: AsyncEngine, transfers: TransferClient) -> None:
         """Starts what runs. It is ended in reverse: transfers (fence), engine, then what reads its events."""
@@ -98,27 +95,3 @@ class DecodeWorker:
     async def stop(self) -> None:
         """See `WorkerService`."""
         await self._stack.aclose()
-
-    def welcome(self) -> worker_pb2.Welcome:
-        """See `SessionHandler`."""
-        return self._service.welcome()
-
-    def submit(self, session: RouterSession, message: worker_pb2.Submit) -> None:
-        """See `SessionHandler`."""
-        self._service.submit(session, message)
-
-    def abort(self, session: RouterSession, message: worker_pb2.Abort) -> None:
-        """See `SessionHandler`."""
-        self._service.abort(session, message)
-
-    def renew(self, session: RouterSession, transfer_ids: Sequence[str]) -> None:
-        """See `SessionHandler`."""
-        self._service.renew(session, transfer_ids)
-
-    def session_ended(self, session: RouterSession) -> None:
-        """See `SessionHandler`."""
-        self._service.session_ended(session)
-
-    def load(self) -> worker_pb2.Load:
-        """See `SessionHandler`."""
-        return self._service.load()

@@ -19,12 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import CancelledError, EngineError, PdserveError, TransferError
-from pdserve.core.output_stage import OutputState
+from pdserve.core.errors import EngineError, PdserveError, TransferError
 from pdserve.core.session import RouterSession
 from pdserve.core.stream_record import StreamRecord
-from pdserve.core.streams import StepBatch, Stream, StreamTable, load_message, observe_step, send_aborted
-from pdserve.core.submission import ModelLimits, check_part, read_request, sequence_key
+from pdserve.core.stream_service import Step, StreamService
+from pdserve.core.streams import StepBatch, Stream
+from pdserve.core.submission import ModelLimits
 from pdserve.core.telemetry import WorkerMetrics
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import Tracing
@@ -40,7 +40,6 @@ from pdserve.engine.step import (
     ReleaseLease,
     SequenceAborted,
     SequenceFailed,
-    StepEvents,
     TokensSampled,
 )
 from pdserve.kvtransfer.control_server import TransferServer
@@ -53,32 +52,21 @@ class PrefillStream(Stream):
     """One prompt.
 
     Attributes:
-        record: Where its time went.
         token: The sampled token as (id, index, finished); None before.
         opened: Decode has reserved its pages.
-        done: The manifest is complete; only the lease is left.
         lease_until_s: Unopened, its pages are given up then; set once the token is sampled.
     """
 
-    record: StreamRecord
     token: tuple[int, int, bool] | None = None
     opened: bool = False
-    done: bool = False
     lease_until_s: float | None = None
 
 
-class PrefillService:
+class PrefillService(StreamService[PrefillStream, Event]):
     """SessionHandler of a prefill worker, and owner of its leased pages.
 
     Args:
         engine: Started by the caller.
-        transfers: Whose listener this is; set with `attach`.
-        welcome: First message to routers.
-        limits: What prompts are checked against.
-        tokenizer: For the first token's text.
-        clock: Time.
-        metrics: Of this process.
-        tracing: Of this process.
         lease_s: Time that a computed prompt waits for its reader without renewal, seconds.
     """
 
@@ -94,61 +82,30 @@ class PrefillService:
         tracing: Tracing,
         lease_s: float,
     ) -> None:
-        self._engine, self._welcome, self._limits = engine, welcome, limits
-        self._tokenizer, self._clock, self._metrics, self._tracing = tokenizer, clock, metrics, tracing
-        self._lease_s = lease_s
+        super().__init__(engine, welcome, limits, tokenizer, clock, metrics, tracing)
+        self._engine, self._lease_s = engine, lease_s
         self._transfers: TransferServer
-        self._streams: StreamTable[PrefillStream] = StreamTable()
-        self._failure: EngineError | None = None
 
     def attach(self, transfers: TransferServer) -> None:
         """Sets the transfer server, whose listener this is; before the first message."""
         self._transfers = transfers
 
-    async def drain(self) -> None:
-        """Waits until nothing of any attempt is left; the caller sets the limit."""
-        await self._streams.wait_empty()
-
     # ---- from the router ------------------------------------------------------------
-
-    def welcome(self) -> worker_pb2.Welcome:
-        """See `SessionHandler`."""
-        return self._welcome
-
-    def load(self) -> worker_pb2.Load:
-        """See `SessionHandler`."""
-        return load_message(self._engine.load())
 
     def submit(self, session: RouterSession, message: worker_pb2.Submit) -> None:
         """See `SessionHandler`."""
-        if self._failure is not None:
-            raise self._failure
-        check_part(message, [common_pb2.ROLE_PREFILL], self._welcome.incarnation)
-        request = read_request(message, self._limits, self._clock.now())
-        for older in self._streams.up_to(message.fence):
-            self._end(older)
-        output = OutputState(message.fence, self._tokenizer, request.sampling, len(request.prompt_token_ids))
-        output.skip(request.emitted_token_ids)
+        request, output = self._read(message, [common_pb2.ROLE_PREFILL])
         record = StreamRecord(self._metrics, self._tracing, message, request.arrival_s)
         stream = PrefillStream(submit=message, request=request, session=session, output=output, record=record)
         self._streams.add(stream)
         try:
             self._engine.send(Add(request, handoff=True))
             self._transfers.offer(message.transfer_id, -(-_num_known(stream) // self._welcome.page_size))
-        except PdserveError:
+        except PdserveError as e:
+            record.failed(e, self._clock.now())
             stream.silent = stream.ending = True
             self._tell(Abort(stream.key))
             raise
-
-    def abort(self, session: RouterSession, message: worker_pb2.Abort) -> None:
-        """See `SessionHandler`."""
-        stream = self._streams.get(sequence_key(message.fence))
-        if stream is None:
-            send_aborted(session, message, known=False)
-        else:
-            stream.abort_answers.append(session)
-        for live in self._streams.up_to(message.fence):
-            self._end(live)
 
     def renew(self, session: RouterSession, transfer_ids: Sequence[str]) -> None:
         """See `SessionHandler`."""
@@ -157,11 +114,6 @@ class PrefillService:
             stream = self._streams.of_transfer(transfer_id)
             if stream is not None and stream.lease_until_s is not None:
                 stream.lease_until_s = self._clock.now() + self._lease_s
-
-    def session_ended(self, session: RouterSession) -> None:
-        """See `SessionHandler`."""
-        for stream in self._streams.of_session(session):
-            self._end(stream)
 
     # ---- from the transfer server ------------------------------------------------------------
 
@@ -176,6 +128,8 @@ class PrefillService:
         stream = self._streams.of_transfer(transfer_id)
         if stream is None:
             return
+        if state is TransferState.EXPIRED:
+            self._metrics.expired_leases.inc()
         if stream.token is None and not stream.ending:
             message = f"the KV transfer ended before the prompt was computed: {reason}"
             self._fail(stream, TransferError(message, reason=reason))
@@ -214,15 +168,12 @@ class PrefillService:
         for stream in self._streams.all():
             if stream.lease_until_s is not None and not stream.opened and stream.lease_until_s <= now:
                 self._metrics.expired_leases.inc()
-                self._end(stream)
+                message = f"no decode worker asked for the computed prompt within {self._lease_s:g} s"
+                self._fail(stream, TransferError(message, reason="LEASE_EXPIRED"))
+                self._end(stream, "LEASE_EXPIRED")
 
-    def _on_step(self, step: StepEvents) -> None:
-        batch, now = StepBatch(), self._clock.now()
-        for event in step.events:
-            if stream := self._streams.get(event.key):
-                self._on_event(stream, event, batch, now, now - step.duration_s)
-        batch.send(step.step, step.load)
-        observe_step(self._metrics, step.load, step.num_tokens, step.duration_s)
+    def _on_step(self, step: Step[Event]) -> None:
+        super()._on_step(step)
         self._metrics.leases.set(self._transfers.num_leases)
 
     def _on_event(self, stream: PrefillStream, event: Event, batch: StepBatch, now: float, step_began: float) -> None:
@@ -257,6 +208,7 @@ class PrefillService:
         batch.add(stream.session, out.message)
         if out.finish_reason is not None:
             self._complete(stream, out.finish_reason, now)
+            stream.silent = True
 
     def _on_pages(self, stream: PrefillStream, event: PagesReady, now: float) -> None:
         if stream.token is not None and stream.token[2]:
@@ -281,21 +233,9 @@ class PrefillService:
             finished=finished,
         )
         stream.record.finished(reason, now)
-        stream.done = True
 
-    def _fail(self, stream: PrefillStream, error: PdserveError) -> None:
-        if not stream.silent and not stream.done:
-            stream.record.failed(error, self._clock.now())
-        stream.fail(error)
-
-    def _end(self, stream: PrefillStream, reason: str = "ABORTED") -> None:
-        """Ends a stream that its router wants no more, or that failed: close the transfer; `on_ended` goes on."""
-        if not stream.silent and not stream.done:
-            stream.record.failed(CancelledError("the router ended it"), self._clock.now())
-        stream.silent = True
-        if not stream.ending:
-            stream.ending = True
-            self._transfers.close(stream.submit.transfer_id, reason)
+    def _fence(self, stream: PrefillStream, reason: str) -> None:
+        self._transfers.close(stream.submit.transfer_id, reason)  # `on_ended` goes on
 
     def _tell(self, command: Command) -> None:
         with contextlib.suppress(EngineError):  # `run` hears of it too, and ends every stream

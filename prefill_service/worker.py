@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from pdserve.core.background import Background
-from pdserve.core.session import RouterSession
 from pdserve.core.streams import welcome_message
 from pdserve.core.submission import ModelLimits
 from pdserve.core.tokenizer import Tokenizer
@@ -19,7 +17,6 @@ from pdserve.kvtransfer.control_server import TransferServer
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.tcp_source import TcpPageSource
 from pdserve.prefill_service.service import PrefillService
-from pdserve.v1 import worker_pb2
 from pdserve.v1.kvtransfer_pb2_grpc import add_KvTransferServicer_to_server
 
 
@@ -37,7 +34,7 @@ class PrefillWorker:
         self._stall_s = 0.0
         self._service: PrefillService
 
-    async def start(self, context: WorkerContext) -> LoadedWorker:
+    async def start(self, context: WorkerContext) -> tuple[PrefillService, LoadedWorker]:
         """See `WorkerService`."""
         built = await asyncio.to_thread(build_engine, self._config, KvPool)
         pool = built.pool_memory
@@ -89,7 +86,7 @@ class PrefillWorker:
         self._service.attach(transfers)
         add_KvTransferServicer_to_server(transfers, context.server)  # type: ignore[no-untyped-call]
         await self._run(context, built.engine, transfers)
-        return loaded
+        return self._service, loaded
 
     async def _run(self, context: WorkerContext, engine: AsyncEngine, transfers: TransferServer) -> None:
         """Starts what runs. It is ended in reverse: sweep, transfers (fence), engine, then what reads its events."""
@@ -115,27 +112,3 @@ class PrefillWorker:
     async def stop(self) -> None:
         """See `WorkerService`."""
         await self._stack.aclose()
-
-    def welcome(self) -> worker_pb2.Welcome:
-        """See `SessionHandler`."""
-        return self._service.welcome()
-
-    def submit(self, session: RouterSession, message: worker_pb2.Submit) -> None:
-        """See `SessionHandler`."""
-        self._service.submit(session, message)
-
-    def abort(self, session: RouterSession, message: worker_pb2.Abort) -> None:
-        """See `SessionHandler`."""
-        self._service.abort(session, message)
-
-    def renew(self, session: RouterSession, transfer_ids: Sequence[str]) -> None:
-        """See `SessionHandler`."""
-        self._service.renew(session, transfer_ids)
-
-    def session_ended(self, session: RouterSession) -> None:
-        """See `SessionHandler`."""
-        self._service.session_ended(session)
-
-    def load(self) -> worker_pb2.Load:
-        """See `SessionHandler`."""
-        return self._service.load()

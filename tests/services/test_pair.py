@@ -172,7 +172,7 @@ def test_abort_of_a_lease_that_nobody_opened() -> None:
     async def scenario(both: Pair) -> None:
         await both.to_prefill.send(submit=both.submission("r", prompt_of(100)))
         await until(lambda: len(both.to_prefill.of("r").token_ids) == 1, "token 1")
-        assert both.prefill.worker.load().num_free_pages < 512
+        assert both.prefill.handler.load().num_free_pages < 512
         assert (await both.abort(both.to_prefill, "r")).known
 
     run(scenario)
@@ -183,7 +183,7 @@ def test_abort_while_decode_waits_for_the_transfer() -> None:
         submission = both.submission("r", prompt_of(100), common_pb2.ROLE_DECODE)
         await both.to_decode.send(submit=submission)
         await until(lambda: both.to_decode.of("r").reservation is not None, "RESERVED")
-        assert both.decode.worker.load().num_free_pages < 512
+        assert both.decode.handler.load().num_free_pages < 512
         assert (await both.abort(both.to_decode, "r")).known
         assert not (await both.abort(both.to_prefill, "r")).known
 
@@ -196,7 +196,7 @@ def test_abort_while_transferring() -> None:
     async def scenario(both: Pair) -> None:
         for i, routers in enumerate([(both.to_prefill, both.to_decode), (both.to_decode, both.to_prefill)]):
             await both.submit(f"r{i}", prompt_of(LONG, i))
-            await until(lambda: both.decode.worker.load().num_free_pages < 512, "pages to be reserved")
+            await until(lambda: both.decode.handler.load().num_free_pages < 512, "pages to be reserved")
             for router in routers:
                 await both.abort(router, f"r{i}")
             await both.all_free()
@@ -294,6 +294,7 @@ def test_a_reservation_without_room_is_refused_with_retry_after() -> None:
         await until(lambda: both.to_decode.of("second").reservation is not None, "an answer")
         refused = both.to_decode.of("second").reservation
         assert refused is not None and not refused.reserved and refused.retry_after_ms > 0
+        assert both.decode.metric("pdserve_worker_requests_total", reason="RESERVATION_REFUSED") == 1
         await both.abort(both.to_prefill, "second")
         await both.abort(both.to_decode, "first")
 
@@ -306,6 +307,9 @@ def test_an_unopened_lease_expires_unless_renewed() -> None:
         await until(lambda: len(both.to_prefill.of("r").token_ids) == 1, "token 1")
         await both.to_prefill.send(renew_leases=worker_pb2.RenewLeases(transfer_ids=["t-r-1", "unknown"]))
         await both.all_free()
+        failed = both.to_prefill.of("r").failed
+        assert failed is not None and failed.reason == "LEASE_EXPIRED"
+        assert both.prefill.metric("pdserve_worker_requests_total", reason="LEASE_EXPIRED") == 1
         assert both.prefill.metric("pdserve_kv_leases_expired_total") == 1
 
     run(scenario, worker=WorkerConfig(kv_lease_s=0.3))
@@ -329,7 +333,7 @@ def test_prefill_dies_in_the_middle() -> None:
     async def scenario() -> None:
         async with pair(prefill=engine_config(max_num_batched_tokens=2, max_num_seqs=2)) as both:
             await both.submit("r", prompt_of(LONG))
-            await until(lambda: both.decode.worker.load().num_free_pages < 512, "pages to be reserved")
+            await until(lambda: both.decode.handler.load().num_free_pages < 512, "pages to be reserved")
             await both.prefill.server.stop(0)
             await until(lambda: both.to_decode.of("r").failed is not None, "the failure")
             failed = both.to_decode.of("r").failed

@@ -15,7 +15,7 @@ from pdserve.core.errors import PdserveError
 from pdserve.core.grpc_server import GrpcServer
 from pdserve.core.hashing import token_digest
 from pdserve.core.request import Role
-from pdserve.core.session import SERVICE_NAME, SessionServer
+from pdserve.core.session import SERVICE_NAME, SessionHandler, SessionServer
 from pdserve.core.telemetry import WorkerMetrics
 from pdserve.core.tracing import Tracing
 from pdserve.core.worker_app import WorkerContext
@@ -33,6 +33,7 @@ class Running:
     """A worker that serves."""
 
     worker: PrefillWorker | DecodeWorker
+    handler: SessionHandler
     peer: worker_pb2.Peer
     server: GrpcServer
     sessions: SessionServer
@@ -42,8 +43,8 @@ class Running:
 
     async def all_free(self) -> None:
         """Waits until every page is free and no attempt lives."""
-        num_pages = self.worker.welcome().num_pages
-        await until(lambda: self.worker.load().num_free_pages == num_pages, f"{self.peer.worker_id} to free its pages")
+        num_pages = self.handler.welcome().num_pages
+        await until(lambda: self.handler.load().num_free_pages == num_pages, f"{self.peer.worker_id} to free its pages")
         async with asyncio.timeout(TIMEOUT_S):
             await self.worker.drain()
 
@@ -87,13 +88,13 @@ async def start_worker(role: Role, worker_id: str, engine: EngineConfig, config:
         server=server.server,
         fail=failures.append,
     )
-    await worker.start(context)
-    sessions = SessionServer(worker, clock, heartbeat_s=0.2, metrics=context.metrics)
+    handler, _ = await worker.start(context)
+    sessions = SessionServer(handler, clock, heartbeat_s=0.2, metrics=context.metrics)
     worker_pb2_grpc.add_WorkerServicer_to_server(sessions, server.server)  # type: ignore[no-untyped-call]
     stack.push_async_callback(sessions.close, 1.0)
     server.open()
     peer = worker_pb2.Peer(worker_id=worker_id, address=address, incarnation=context.incarnation)
-    return Running(worker, peer, server, sessions, registry, failures, stack)
+    return Running(worker, handler, peer, server, sessions, registry, failures, stack)
 
 
 @dataclass

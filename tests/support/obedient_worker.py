@@ -25,13 +25,13 @@ class ObedientService:
         self._idle = asyncio.Event()
         self._context: WorkerContext
 
-    async def start(self, context: WorkerContext) -> LoadedWorker:
+    async def start(self, context: WorkerContext) -> tuple[ObedientService, LoadedWorker]:
         self._context = context
         if self._loads == "fails":
             raise ConfigError("--model is wrong")
         if self._loads == "hangs":
             await asyncio.Event().wait()
-        return LoadedWorker(
+        return self, LoadedWorker(
             identity_digest=b"\x01",
             layout="{}",
             model="smol",
