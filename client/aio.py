@@ -112,8 +112,8 @@ class AsyncTokenStream:
             return None
         except asyncio.CancelledError:
             task = asyncio.current_task()
-            if self._closed and task is not None and not task.cancelling():  # aclose() by another task, not a cancel
-                raise Cancelled("the stream was closed", request_id=self.request_id) from None
+            if task is not None and not task.cancelling():  # another task closed the stream or the client
+                raise Cancelled("the stream or its client was closed", request_id=self.request_id) from None
             raise
         if event is grpc.aio.EOF:  # type: ignore[attr-defined]
             self._call = None

@@ -249,6 +249,29 @@ def test_leaving_an_async_stream_cancels_explicitly(how: str) -> None:
         assert router.cancels.empty()
 
 
+@faces
+def test_closing_the_client_ends_a_running_stream_with_a_typed_error(face: str) -> None:
+    async def main(address: str) -> None:
+        first = asyncio.Event()
+        client = AsyncClient(address)
+        task = asyncio.create_task(read(client.stream("Hi"), first))
+        await asyncio.wait_for(first.wait(), WAIT_S)
+        await client.close()
+        with pytest.raises(Cancelled):
+            await asyncio.wait_for(task, WAIT_S)
+
+    with serving(silent) as (_, address):
+        if face == "async":
+            asyncio.run(main(address))
+            return
+        client = Client(address)
+        stream = client.stream("Hi")
+        next(stream)
+        client.close()
+        with pytest.raises(Cancelled):
+            next(stream)
+
+
 def test_cancel_from_another_thread_ends_the_stream_with_its_reason() -> None:
     cancelled = threading.Event()
 
