@@ -7,8 +7,25 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    Progress,
+    SpinnerColumn,
+    Task,
+    TaskID,
+    TaskProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.text import Text
+
+
+class _StateColumn(SpinnerColumn):
+    """A spinner, then ✓ or ✗."""
+
+    def render(self, task: Task) -> RenderableType:
+        return Text("✗", style="red") if task.fields.get("failed") else super().render(task)
 
 
 class RichProgress:
@@ -16,7 +33,7 @@ class RichProgress:
 
     def __init__(self, console: Console) -> None:
         self._progress = Progress(
-            SpinnerColumn(finished_text="[green]✓[/]"),
+            _StateColumn(finished_text="[green]✓[/]"),
             TextColumn("{task.description}"),
             BarColumn(bar_width=30),
             TaskProgressColumn(),
@@ -50,6 +67,8 @@ class RichProgress:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is not None and self._current is not None:
+            self._fail(self._current)
         self._progress.stop()
 
     @contextmanager
@@ -59,7 +78,10 @@ class RichProgress:
         try:
             yield
         except BaseException:
-            self._progress.update(task, description=f"[red]{description}: failed[/]")
-            self._progress.stop_task(task)
+            self._fail(task)
             raise
         self._progress.update(task, total=1, completed=1)
+
+    def _fail(self, task: TaskID) -> None:
+        self._progress.update(task, failed=True)
+        self._progress.stop_task(task)
