@@ -227,8 +227,8 @@ class ControlTries:
 def unreachable(addresses: tuple[str, ...], message: str, request_id: str | None = None) -> Unavailable:
     """The error for routers that do not answer."""
     return Unavailable(
-        f"no router answered at {', '.join(addresses)} ({message}); check the address and that `pdserve status` "
-        "reports the router",
+        f"no router answered at {', '.join(addresses)}: check the address, and that one runs there; 'pdserve up' "
+        f"starts one ({message})",
         reason="UNREACHABLE",
         request_id=request_id,
     )

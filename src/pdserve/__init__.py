@@ -26,7 +26,12 @@ _HOMES = {
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'pdserve' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    except ModuleNotFoundError as e:
+        if e.name is None or e.name.split(".")[0] == "pdserve":
+            raise
+        raise ModuleNotFoundError(f"pdserve.{name} needs {e.name}: pip install '.[server]'", name=e.name) from e
 
 
 def __dir__() -> list[str]:
