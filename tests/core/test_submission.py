@@ -18,7 +18,7 @@ LIMITS = ModelLimits(max_model_len=8, vocab_size=100, eos_token_ids=frozenset({9
 
 def _submit() -> worker_pb2.Submit:
     return worker_pb2.Submit(
-        fence=common_pb2.Fence(request_id="r", attempt=2, phase=1, owner_epoch=1),
+        fence=common_pb2.Fence(request_id="r", attempt=2, phase=1, owner_epoch=7),
         reservation_id="res",
         transfer_id="t",
         part=common_pb2.ROLE_PREFILL,
@@ -34,7 +34,7 @@ def _submit() -> worker_pb2.Submit:
 
 def test_a_right_submission_becomes_a_request() -> None:
     request = read_request(_submit(), LIMITS, 12.5)
-    assert (request.key, request.prompt_token_ids, request.emitted_token_ids) == ("r/2", (1, 2, 3), (4,))
+    assert (request.key, request.prompt_token_ids, request.emitted_token_ids) == ("r/7/2", (1, 2, 3), (4,))
     assert (request.priority, request.arrival_s, request.eos_token_ids) == (-1, 12.5, {99})
     assert request.sampling == SamplingParams(seed=5, max_tokens=4, temperature=0.7)
 
