@@ -75,14 +75,23 @@ class Child:
         """Exit status, negative for a signal; None while it runs."""
         return self._process.returncode if self._ended.is_set() else None
 
-    def wait_ready(self, timeout_s: float) -> None:
+    def wait_ready(self, timeout_s: float, stopping: Callable[[], bool] = lambda: False) -> bool:
         """Waits for the child's ready line.
+
+        Args:
+            timeout_s: Limit of the wait, seconds.
+            stopping: Asked ten times a second whether to give up.
+
+        Returns:
+            False when `stopping` said so before the child was ready.
 
         Raises:
             UnavailableError: It ended or `timeout_s` passed; the message carries the end of its log.
         """
         deadline = time.monotonic() + timeout_s
         while not self._ready.wait(0.1):
+            if stopping():
+                return False
             if self._ended.is_set() and not self._ready.is_set():
                 raise UnavailableError(
                     f"{self.name} ended with status {self.returncode} before it was ready:\n{self.log_tail()}",
@@ -93,6 +102,7 @@ class Child:
                     f"{self.name} was not ready within {timeout_s:g} s; see {self.log_path}:\n{self.log_tail()}",
                     reason="CHILD_NOT_READY",
                 )
+        return True
 
     def terminate(self) -> None:
         """Asks it to drain and end."""
@@ -143,6 +153,20 @@ def stop_all(children: Sequence[Child], grace_s: float) -> None:
 def service_command(name: str, *flags: str) -> list[str]:
     """Command line of one of our services, run by this interpreter."""
     return [sys.executable, "-m", "pdserve.cli", name, *flags]
+
+
+def usable_cores(cgroup: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Cores that this process may use: its affinity, or less when its container has a quota (`docker run --cpus`).
+
+    Args:
+        cgroup: File with quota and period, as cgroup v2 has it.
+    """
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = cgroup.read_text().split()
+    except OSError:  # no cgroup v2
+        return cores
+    return cores if quota == "max" else max(1, min(cores, round(int(quota) / int(period))))
 
 
 def store_binary() -> str:

@@ -1,26 +1,26 @@
 """`pdserve up`: the whole system on this machine, from an empty cache to a streamed answer.
 
 Model -> store -> workers and router (together) -> ready -> one sample request -> stays up until Ctrl-C, which drains
-router, workers and store in this order. A worker that dies is started again under the same name.
+router, workers and store in this order. A worker or store that dies is started again.
 """
 
 from __future__ import annotations
 
 import fcntl
-import os
 import queue
 import signal
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO
 
 from rich.console import Console
 
-from pdserve.cli.processes import Child, service_command, stop_all, store_command
+from pdserve.cli.processes import Child, service_command, stop_all, store_command, usable_cores
 from pdserve.cli.progress import RichProgress
 from pdserve.cli.sample import run_sample
 from pdserve.core.config import build_parser, check, flag_name, from_namespace, option
@@ -107,6 +107,7 @@ class Launcher:
         self._lock: IO[str] | None = None
         self._restarts = 0
         self._stopping = False
+        self._interruptible = False
 
     def run(self) -> int:
         """Starts everything, shows the sample, stays up, drains. Returns the exit status."""
@@ -114,8 +115,9 @@ class Launcher:
             signal.signal(number, self._on_signal)
         try:
             self._start()
-            if self._up.sample and not self._stopping:
-                run_sample(self._console, self._router_address(), self._up.sample_prompt)
+            if self._up.sample:
+                with self._interrupted_by_signals():
+                    run_sample(self._console, self._router_address(), self._up.sample_prompt)
             if not self._up.exit_after_sample and not self._stopping:
                 self._print_endpoints()
                 self._stay_up()
@@ -136,7 +138,8 @@ class Launcher:
         began = time.monotonic()
         _check_port_free(self._up.host, self._up.port)
         with RichProgress(self._console) as progress:
-            model_dir = _resolve_model(self._engine, progress)
+            with self._interrupted_by_signals():
+                model_dir = _resolve_model(self._engine, progress)
             redis_url = self._up.redis_url or self._start_store(data_dir)
             self._model_flags = ["--model", model_dir, "--served-model-name", _served_name(self._engine)]
             self._common = ["--redis-url", redis_url, "--log-level", self._up.log_level]
@@ -145,20 +148,26 @@ class Launcher:
                 self._common += ["--otlp-traces-endpoint", self._up.otlp_traces_endpoint]
             self._logs = data_dir / "logs"
             for role, count in (("prefill", self._up.prefill), ("decode", self._up.decode), ("mixed", self._up.mixed)):
-                self._workers += [self._start_worker(role, f"{role}-{i}") for i in range(count)]
+                for i in range(count):
+                    self._workers.append(self._start_worker(role, f"{role}-{i}"))
             self._router = self._start_router()
             for child in (*self._workers, self._router):
-                with progress.task(f"starting {child.name}"):
-                    child.wait_ready(READY_TIMEOUT_S)
-            with progress.task("waiting until the router's health says SERVING"):
+                with progress.task(f"starting {child.name}"), self._interrupted_by_signals():
+                    if not child.wait_ready(READY_TIMEOUT_S, self._is_stopping):
+                        raise KeyboardInterrupt
+            with progress.task("waiting until the router's health says SERVING"), self._interrupted_by_signals():
                 _wait_serving(self._router_address(), SERVING_TIMEOUT_S)
         self._console.print(f"[bold green]SERVING[/] after {time.monotonic() - began:.1f} s")
 
     def _claim_data_dir(self) -> Path:
-        cache = Path(os.environ.get("PDSERVE_CACHE") or Path.home() / ".cache" / "pdserve")
-        data_dir = Path(self._up.data_dir) if self._up.data_dir else cache / f"up-{self._up.port}"
-        data_dir.mkdir(parents=True, exist_ok=True)
-        self._lock = (data_dir / "lock").open("w")
+        from pdserve.engine.model_store import cache_dir
+
+        data_dir = Path(self._up.data_dir) if self._up.data_dir else cache_dir() / f"up-{self._up.port}"
+        try:
+            data_dir.mkdir(parents=True, exist_ok=True)
+            self._lock = (data_dir / "lock").open("w")
+        except OSError as e:
+            raise ConfigError(f"cannot write to {data_dir}: {e.strerror}; give another --data-dir") from e
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -169,7 +178,8 @@ class Launcher:
 
     def _start_store(self, data_dir: Path) -> str:
         port = _free_port()
-        self._store = Child("store", store_command(port, data_dir / "store"), data_dir / "logs" / "store.log")
+        command = store_command(port, data_dir / "store")
+        self._store = Child("store", command, data_dir / "logs" / "store.log", on_exit=self._ended.put)
         _wait_listening(self._store, port, 10.0)
         return f"redis://127.0.0.1:{port}/0"
 
@@ -177,7 +187,7 @@ class Launcher:
         command = "prefill" if role == "prefill" else "decode"
         flags = [*self._common, *self._model_flags, "--worker-id", name]
         flags += ["--role", role] if command == "decode" else []
-        flags += _engine_flags(self._engine, default_threads=max(1, (os.cpu_count() or 1) // self._up.num_workers))
+        flags += _engine_flags(self._engine, default_threads=max(1, usable_cores() // self._up.num_workers))
         return Child(name, service_command(command, *flags), self._logs / f"{name}.log", on_exit=self._ended.put)
 
     def _start_router(self) -> Child:
@@ -196,11 +206,31 @@ class Launcher:
             if child is self._router or self._restarts >= MAX_RESTARTS:
                 raise UnavailableError(f"{child.name} ended; see {child.log_path}", reason="CHILD_ENDED")
             self._restarts += 1
-            role = child.name.rsplit("-", 1)[0]
-            fresh = self._start_worker(role, child.name)
+            fresh = Child(child.name, child.argv, child.log_path, on_exit=self._ended.put)
+            if child is self._store:
+                self._store = fresh
+                continue
             self._workers[self._workers.index(child)] = fresh
-            fresh.wait_ready(READY_TIMEOUT_S)
+            if not fresh.wait_ready(READY_TIMEOUT_S, self._is_stopping):
+                return
             self._console.print(f"{child.name} started again")
+
+    def _is_stopping(self) -> bool:
+        return self._stopping
+
+    @contextmanager
+    def _interrupted_by_signals(self) -> Iterator[None]:
+        """A block that waits and that a signal ends. Outside of one no child can be lost between fork and assignment.
+
+        Long waits ask `_is_stopping` too: Python drops an exception that is raised within a destructor.
+        """
+        if self._stopping:
+            raise KeyboardInterrupt
+        self._interruptible = True
+        try:
+            yield
+        finally:
+            self._interruptible = False
 
     def _on_signal(self, number: int, frame: object) -> None:
         if self._stopping:
@@ -209,7 +239,7 @@ class Launcher:
             return
         self._stopping = True
         self._ended.put(None)
-        if self._router is None or not self._router.endpoints:
+        if self._interruptible:
             raise KeyboardInterrupt
 
     def _stop(self) -> None:

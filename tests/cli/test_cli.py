@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -13,6 +15,7 @@ import pytest
 
 from pdserve.cli import __main__ as cli
 from pdserve.cli import status
+from pdserve.cli.processes import usable_cores
 from pdserve.core.errors import ConfigError, EngineError
 from tests.client.scripted import hello, refuse, serving, silent
 
@@ -26,7 +29,7 @@ def test_help_names_every_command_and_a_first_one_to_try(capsys: pytest.CaptureF
     assert cli.main([]) == 2
 
 
-@pytest.mark.parametrize("words", [["generate"], ["status"], ["bench"], ["bench", "serve"]])
+@pytest.mark.parametrize("words", [["generate"], ["status"], ["fetch-model"], ["bench"], ["bench", "serve"]])
 def test_each_command_explains_itself(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert cli.main([*words, "--help"]) == 0
@@ -136,6 +139,15 @@ def test_status_of_nobody_is_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", "--router", NOBODY]) == 1
     out = capsys.readouterr().out
     assert "no answer (UNAVAILABLE)" in out and "UNREACHABLE" in out
+
+
+def test_cores_are_those_of_the_container(tmp_path: Path) -> None:
+    cores = len(os.sched_getaffinity(0))
+    quota = tmp_path / "cpu.max"
+    assert usable_cores(quota) == cores
+    for text, expected in (("max 100000", cores), ("9900000 100000", min(cores, 99)), ("20000 100000", 1)):
+        quota.write_text(text + "\n")
+        assert usable_cores(quota) == expected
 
 
 def test_help_loads_nothing_heavy() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import threading
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 
 from pdserve.cli.processes import service_command
 from pdserve.client import Client
+from pdserve.client.errors import Unavailable
 from tests.support.deployment import wait_until
+from tests.support.redis_server import free_port
 
 
 class Up:
@@ -126,5 +129,53 @@ def test_says_what_is_wrong(tmp_path: Path, flags: list[str], words: list[str]) 
         for word in words:
             assert word in up.output, up.output
         assert "Traceback" not in up.output
+    finally:
+        up.end()
+
+
+def test_interrupted_while_a_worker_loads(tmp_path: Path) -> None:
+    """The router is ready long before a model is loaded; Ctrl-C ends the start all the same."""
+    port = free_port()
+    up = Up(tmp_path, "--runner", "fake", "--drain-grace-s", "0", "--port", str(port))
+    try:
+        wait_until(lambda: any("prefill-0" in p.cmdline() for p in up.family()), 60, "a worker to start")
+        loading = next(p for p in up.family() if "prefill-0" in p.cmdline())
+        loading.suspend()
+        wait_until(lambda: listens(port), 60, "the router to listen")
+        with Client(f"127.0.0.1:{port}") as client:
+            wait_until(lambda: any(w.state == "ready" for m in client.models() for w in m.workers), 60, "a worker")
+        family = up.family()
+        up.process.send_signal(signal.SIGINT)
+        up.wait_for("stopping before the start was complete")
+        loading.resume()
+        assert up.process.wait(40) == 130, up.output
+        assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    finally:
+        up.end()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as s:
+        s.settimeout(1)
+        return s.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_dead_store_is_started_again(tmp_path: Path) -> None:
+    up = Up(tmp_path, "--runner", "fake", "--no-sample")
+    try:
+        up.wait_for("Ctrl-C drains")
+        address = next(line.split("--router ")[1].strip() for line in up.lines if "pdserve status --router" in line)
+        next(p for p in up.family() if "valkey-server" in p.name() or "redis-server" in p.name()).kill()
+        up.wait_for("store ended")
+
+        def serves() -> bool:
+            try:
+                return len(client.generate(prompt_token_ids=[1, 2, 3], max_tokens=5).token_ids) == 5
+            except Unavailable as e:
+                assert e.reason == "STORE_UNAVAILABLE"
+                return False
+
+        with Client(address) as client:
+            wait_until(serves, 20, "the store to answer again")
     finally:
         up.end()
