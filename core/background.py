@@ -5,11 +5,23 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from pdserve.core.errors import PdserveError
 
 _log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+async def in_own_thread(work: Callable[..., T], *args: object) -> T:
+    """Runs long blocking work in a thread of its own. A caller that is cancelled, and the end of the event loop, do not
+    wait for it; the end of the interpreter does."""
+    executor = ThreadPoolExecutor(1)
+    try:
+        return await asyncio.get_running_loop().run_in_executor(executor, work, *args)
+    finally:
+        executor.shutdown(wait=False)
 
 
 class Background:

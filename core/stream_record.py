@@ -121,14 +121,15 @@ class StreamRecord:
         began, self._transfer_began_s = self._transfer_began_s or now, None
         self._span(KV_TRANSFER, began, now, error=error)
 
-    def sampled(self, num_tokens: int, step_began: float, now: float) -> None:
-        """A step gave tokens."""
+    def sampled(self, num_tokens: int, step_began: float, now: float, num_cached_tokens: int = 0) -> None:
+        """A step gave tokens; with the first come the prompt tokens had by prefix reuse."""
         self._metrics.generation_tokens.inc(num_tokens)
         self._num_tokens += num_tokens
         if self._first_s is not None:
             self._metrics.itl_seconds.observe(now - self._last_s)
         else:
             self._first_s = now
+            self._metrics.cached_tokens.inc(num_cached_tokens)
             self._decode_began_s = now if self._prefills else step_began
             if self._prefills:
                 self._end_prefill(now)

@@ -153,6 +153,7 @@ class WorkerApp:
         self._failed = asyncio.Event()
         self._record: WorkerRecord | None = None
         self.stuck = False  # the service did not stop in time: some thread of its still runs
+        self.abandoned = False  # told to stop while it loaded: the loading thread still runs
 
     async def run(self) -> int:
         """Runs until a signal or a failure.
@@ -210,6 +211,7 @@ class WorkerApp:
         loading = asyncio.ensure_future(self._service.start(context))
         await _first_of(loading, signals.drain.wait(), self._failed.wait())
         if loading.cancelled():
+            self.abandoned = True
             return 1 if self._failure else 0
         handler, loaded = loading.result()
         self._record = _record(context, loaded)
@@ -332,9 +334,9 @@ def run_worker(
     except ConfigError as e:
         sys.stderr.write(f"pdserve {role.value}: {e.message}\n")
         status = 2
-    if app.stuck:
+    if app.stuck or app.abandoned:
         sys.stderr.flush()
-        os._exit(status or 1)  # a thread that never ends would keep the process
+        os._exit(status or int(app.stuck))  # a thread that ends late or never would keep the process
     return status
 
 

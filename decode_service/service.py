@@ -215,7 +215,7 @@ class DecodeService(StreamService[DecodeStream, Event]):
             stop_token_id=event.stop_token_id,
             num_cached_tokens=event.num_cached_tokens,
         )
-        stream.record.sampled(out.num_tokens, step_began, now)
+        stream.record.sampled(out.num_tokens, step_began, now, event.num_cached_tokens)
         if out.finish_reason is not None:
             stream.record.finished(out.finish_reason, now)
             out.message.timings.CopyFrom(stream.record.timings)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import AsyncExitStack
 
-from pdserve.core.background import Background
+from pdserve.core.background import Background, in_own_thread
 from pdserve.core.streams import welcome_message
 from pdserve.core.submission import ModelLimits
 from pdserve.core.tokenizer import Tokenizer
@@ -35,7 +34,7 @@ class DecodeWorker:
 
     async def start(self, context: WorkerContext) -> tuple[DecodeService, LoadedWorker]:
         """See `WorkerService`."""
-        built = await asyncio.to_thread(build_engine, self._config, KvPool)
+        built = await in_own_thread(build_engine, self._config, KvPool)
         pool = built.pool_memory
         assert isinstance(pool, KvPool)
         self._stack.callback(pool.close)

@@ -203,7 +203,7 @@ class PrefillService(StreamService[PrefillStream, Event]):
         stream.lease_until_s = now + self._lease_s
         if stream.silent:
             return
-        stream.record.sampled(out.num_tokens, now, now)
+        stream.record.sampled(out.num_tokens, now, now, event.num_cached_tokens)
         out.message.timings.CopyFrom(stream.record.timings)
         batch.add(stream.session, out.message)
         if out.finish_reason is not None:

@@ -187,10 +187,11 @@ def test_a_thread_that_never_ends_does_not_keep_the_process(redis_url):
     asyncio.run(main())
 
 
-def test_while_loading_it_lives_but_is_not_ready(redis_url):
+@pytest.mark.parametrize("loads", ["hangs", "blocks"])
+def test_while_loading_it_lives_but_is_not_ready(redis_url, loads):
     async def main():
         port = free_port()
-        with process(redis_url, "--cluster", "loading", "--port", str(port), loads="hangs") as child:
+        with process(redis_url, "--cluster", "loading", "--port", str(port), loads=loads) as child:
             async with health_of(f"127.0.0.1:{port}") as health:
                 assert (await health(""), await health(SERVICE_NAME)) == (SERVING, NOT_SERVING)
             async with router_session(f"127.0.0.1:{port}") as router:

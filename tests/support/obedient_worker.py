@@ -1,6 +1,6 @@
 """A worker process without an engine, for tests of the process's life. Its request ids are orders.
 
-python -m tests.support.obedient_worker LOADS REDIS_URL [flags]     LOADS: "loads", "hangs" or "fails"
+python -m tests.support.obedient_worker LOADS REDIS_URL [flags]     LOADS: "loads", "hangs", "fails", "blocks" (a thread)
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import asyncio
 import sys
 import threading
 
+from pdserve.core.background import in_own_thread
 from pdserve.core.config import ServiceConfig, WorkerConfig, load
 from pdserve.core.errors import ConfigError, EngineError
 from pdserve.core.request import Role
@@ -31,6 +32,8 @@ class ObedientService:
             raise ConfigError("--model is wrong")
         if self._loads == "hangs":
             await asyncio.Event().wait()
+        if self._loads == "blocks":
+            await in_own_thread(threading.Event().wait)
         return self, LoadedWorker(
             identity_digest=b"\x01",
             layout="{}",
