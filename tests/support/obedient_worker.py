@@ -1,6 +1,6 @@
 """A worker process without an engine, for tests of the process's life. Its request ids are orders.
 
-python -m tests.support.obedient_worker LOADS REDIS_URL [flags]     LOADS: "loads", "hangs", "fails", "blocks" (a thread)
+python -m tests.support.obedient_worker LOADS REDIS_URL [flags]     LOADS: "loads", "hangs", "fails", "blocks" (thread)
 """
 
 from __future__ import annotations
