@@ -176,8 +176,6 @@ class StreamRecord:
     def _end_queue(self, at: float, event: str) -> None:
         self._queued = False
         if self._prefills:  # a decode worker's wait for pages runs beside prefill's queue: counted twice otherwise
-            self._prefills
-        ):  # a decode worker's wait for pages runs beside prefill's queue: the router would count it twice
             self.timings.queue_s = at - self._arrival_s
         self._metrics.queue_seconds.observe(at - self._arrival_s)
         self._span(QUEUE, self._arrival_s, at, events=[SpanEvent(event, at)])
