@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import math
 import random
 from collections import Counter
@@ -390,6 +391,11 @@ class Simulation:
         while (left := [*filter(None, (w.leftovers() for w in self._workers.values()))]) and self._clock.now() < end_s:
             await self._clock.sleep(0.1)
         problems += [f"left over on {text}" for text in left]
+        for worker in self._workers.values():
+            try:
+                await self._clock.wait_for(worker.service.drain(), 1.0)
+            except TimeoutError:
+                problems.append(f"left over on {worker.worker_id}: streams that nobody ends")
         if self._orchestrator.num_open or self._orchestrator.num_queued:
             problems.append(f"the router has {self._orchestrator.num_open} open requests")
         problems += [
@@ -403,10 +409,29 @@ class Simulation:
                 problems.append(f"the router still counts {worker.inflight} on {name}")
 
 
+class _Errors(logging.Handler):
+    """Keeps what is logged as an error: nothing that a scenario does is one."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        self.lines.append(f"logged by {record.name}: {record.getMessage()} {record.exc_info or ''}")
+
+
 def simulate(scenario: Scenario) -> Report:
     """Runs a scenario on virtual time."""
 
     async def main() -> Report:
         return await Simulation(scenario).run()
 
-    return run_virtual(main())
+    errors = _Errors()
+    logging.getLogger().addHandler(errors)
+    try:
+        report = run_virtual(main())
+    finally:
+        logging.getLogger().removeHandler(errors)
+    report.problems += errors.lines
+    return report

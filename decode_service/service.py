@@ -190,6 +190,8 @@ class DecodeService(StreamService[DecodeStream, Event]):
                 raise TransferError(message, reason="INDEX_MISMATCH")
         except TransferError as e:
             stream.transfer = None
+            if e.reason == "FINISHED":
+                stream.silent = True  # prefill's token ended the request before this transfer opened: no failure
             stream.record.transfer_failed(e, self._clock.now(), aborted=stream.silent)
             self._fail(stream, e)
             self._free(stream)

@@ -221,9 +221,13 @@ class PrefillService(StreamService[PrefillStream, Event]):
             self._complete(stream, "handoff", now)
 
     def _complete(self, stream: PrefillStream, reason: str, now: float) -> None:
-        """The token and, unless it ended the request, all pages are there: sends the manifest."""
+        """The token and, unless it ended the request, all pages are there: sends the manifest, if anybody needs it."""
         assert stream.token is not None
         token_id, index, finished = stream.token
+        stream.record.finished(reason, now)
+        if finished and not stream.opened:
+            self._fence(stream, "FINISHED")  # nothing is left to wait for
+            return
         self._transfers.complete(
             stream.submit.transfer_id,
             num_tokens=_num_known(stream),
@@ -232,7 +236,6 @@ class PrefillService(StreamService[PrefillStream, Event]):
             prompt_digest=stream.submit.prompt_digest,
             finished=finished,
         )
-        stream.record.finished(reason, now)
 
     def _fence(self, stream: PrefillStream, reason: str) -> None:
         self._transfers.close(stream.submit.transfer_id, reason)  # `on_ended` goes on

@@ -315,6 +315,21 @@ def test_an_unopened_lease_expires_unless_renewed() -> None:
     run(scenario, worker=WorkerConfig(kv_lease_s=0.3))
 
 
+def test_a_prompt_whose_token_ends_the_request_waits_for_no_decode_worker() -> None:
+    async def scenario(both: Pair) -> None:
+        submission = both.submission("r", prompt_of(100), max_tokens=1)
+        await both.to_prefill.send(submit=submission)
+        await until(lambda: both.to_prefill.of("r").finished is not None, "the end")
+        await both.prefill.all_free()  # long before its lease would end
+        late = both.submission("r", prompt_of(100), common_pb2.ROLE_DECODE, max_tokens=1)
+        await both.to_decode.send(submit=late)
+        await until(lambda: both.to_decode.of("r").reservation is not None, "the reservation")
+        await both.decode.all_free()
+        assert both.to_decode.of("r").failed is None
+
+    run(scenario, worker=WorkerConfig(kv_lease_s=1000))
+
+
 @pytest.mark.parametrize("newer", [{"attempt": 2}, {"epoch": 2}])
 def test_a_newer_attempt_or_a_newer_request_of_the_same_id_ends_the_older_one(newer: dict[str, int]) -> None:
     async def scenario(both: Pair) -> None:

@@ -25,7 +25,7 @@ QUIET: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def _no_log() -> Iterator[None]:
     """Dying workers are reported by the hundred; a failing test would print them all."""
-    logging.disable(logging.CRITICAL)
+    logging.disable(logging.WARNING)
     yield
     logging.disable(logging.NOTSET)
 
@@ -38,36 +38,36 @@ def check(scenario: Scenario) -> Report:
 
 
 def test_without_faults_every_request_finishes() -> None:
-    report = check(Scenario(seed=1, num_requests=80, deadline_s=1000.0, stalled=0.0, **QUIET))
-    assert report.ends == {"length": 80}
+    report = check(Scenario(seed=1, num_requests=50, deadline_s=1000.0, stalled=0.0, **QUIET))
+    assert report.ends == {"length": 50}
 
 
 def test_small_pools_and_mixed_workers() -> None:
-    scenario = Scenario(seed=2, num_requests=80, num_mixed=1, num_pages=32, deadline_s=1000.0, stalled=0.0, **QUIET)
+    scenario = Scenario(seed=2, num_requests=50, num_mixed=1, num_pages=32, deadline_s=1000.0, stalled=0.0, **QUIET)
     report = check(scenario)
-    assert report.ends == {"length": 80}
+    assert report.ends == {"length": 50}
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_all_faults_at_once(seed: int) -> None:
-    report = check(Scenario(seed=seed, num_requests=100))
-    assert report.ends["length"] >= 40
+    report = check(Scenario(seed=seed, num_requests=60))
+    assert report.ends["length"] >= 20
     assert report.faults["kill"] + report.faults["crash"] + report.faults["drain"] >= 1
 
 
 def test_a_corrupt_page_fails_its_transfer() -> None:
-    scenario = Scenario(seed=3, num_requests=60, **{**QUIET, "corrupt": 0.05})
+    scenario = Scenario(seed=3, num_requests=40, **{**QUIET, "corrupt": 0.05})
     report = check(scenario)
     assert 0 < report.ends["CORRUPT_PAGE"] <= report.faults["corrupt"]
     assert report.ends["length"] > 0
 
 
 def test_the_same_seed_gives_the_same_events() -> None:
-    scenario = Scenario(seed=5, num_requests=50)
+    scenario = Scenario(seed=5, num_requests=30)
     first, second = check(scenario), check(scenario)
     assert first.digest == second.digest
     assert first.outcomes == second.outcomes
-    assert check(Scenario(seed=6, num_requests=50)).digest != first.digest
+    assert check(Scenario(seed=6, num_requests=30)).digest != first.digest
 
 
 def test_a_page_that_is_not_verified_becomes_a_wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,9 +77,9 @@ def test_a_page_that_is_not_verified_becomes_a_wrong_token(monkeypatch: pytest.M
     assert any("wrong token" in problem for problem in report.problems)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_drawn_scenarios(seed: int) -> None:
-    check(Scenario.drawn(seed, num_requests=25))
+    check(Scenario.drawn(seed, num_requests=20))
 
 
 @pytest.mark.slow
