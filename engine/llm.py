@@ -74,6 +74,7 @@ class Completion:
         text: The text, without stop strings and special tokens unless asked for.
         token_ids: The tokens, with the one that ended the stream.
         finish_reason: Why it ended.
+        stop_reason: The stop string, or the stop token as decimal text, that matched; None if neither.
         logprobs: One per token, or empty when not asked for.
         usage: Token counts.
     """
@@ -82,6 +83,7 @@ class Completion:
     text: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason
+    stop_reason: str | None
     logprobs: tuple[PositionLogprobs, ...]
     usage: Usage
 
@@ -263,6 +265,7 @@ class _Output:
     text: str = ""
     num_cached: int = 0
     finish_reason: FinishReason | None = None
+    stop_reason: str | None = None
     error: PdserveError | None = None
     taken_tokens: int = 0
     taken_chars: int = 0
@@ -276,16 +279,15 @@ class _Output:
         delta = self.text_stream.push(event.token_ids)
         self.token_ids.extend(event.token_ids[: delta.num_tokens])
         self.logprobs.extend(event.logprobs[: delta.num_tokens])
-        self.text += delta.text
         self.num_cached = max(self.num_cached, event.num_cached_tokens)
-        stopped = delta.stop_reason is not None
-        if event.finish_reason is not None and not stopped:
+        text, stop = delta.text, delta.stop_reason
+        if event.finish_reason is not None and stop is None:
             last = self.text_stream.finish()
-            self.text += last.text
-            self.finish_reason = FinishReason.STOP if last.stop_reason is not None else event.finish_reason
-        elif stopped:
-            self.finish_reason = FinishReason.STOP
-        return stopped and event.finish_reason is None
+            text, stop = text + last.text, last.stop_reason
+        self.text += text
+        self.finish_reason = event.finish_reason if stop is None else FinishReason.STOP
+        self.stop_reason = str(event.stop_token_id) if stop is None and event.stop_token_id is not None else stop
+        return stop is not None and event.finish_reason is None
 
     def take(self) -> OutputDelta:
         """What is new since the last call."""
@@ -308,6 +310,7 @@ class _Output:
             self.text,
             tuple(self.token_ids),
             self.finish_reason,
+            self.stop_reason,
             tuple(self.logprobs),
             Usage(len(self.request.prompt_token_ids), len(self.token_ids), self.num_cached),
         )

@@ -46,7 +46,7 @@ def test_text_ids_and_chat(llm: LLM) -> None:
     for r in results:
         assert list(r.token_ids) == expected_tokens(r.prompt_token_ids, 9)
         assert r.text == "".join(f" t{i}" for i in r.token_ids)
-        assert (r.finish_reason, r.usage.completion_tokens) == (FinishReason.LENGTH, 9)
+        assert (r.finish_reason, r.stop_reason, r.usage.completion_tokens) == (FinishReason.LENGTH, None, 9)
     assert llm.generate("t1 t2 t3", params(9))[0].token_ids == results[0].token_ids
     idle(llm)
 
@@ -69,10 +69,18 @@ def test_stop_string_ends_in_the_middle_of_a_batch(llm: LLM) -> None:
     tokens = expected_tokens([1, 2], 12)
     stop = f"t{tokens[4]} t{tokens[5]}"
     stopped, other = llm.generate([[1, 2], [3]], [params(12, stop=(stop,)), params(12)])
-    assert stopped.finish_reason is FinishReason.STOP
+    assert (stopped.finish_reason, stopped.stop_reason) == (FinishReason.STOP, stop)
     assert list(stopped.token_ids) == tokens[:6]
     assert stopped.text == "".join(f" t{i}" for i in tokens[:4]) + " "
     assert list(other.token_ids) == expected_tokens([3], 12)
+    idle(llm)
+
+
+def test_a_stop_token_ends_and_is_named(llm: LLM) -> None:
+    tokens = expected_tokens([1, 2], 12)
+    [result] = llm.generate([1, 2], params(12, stop_token_ids=(tokens[3],)))
+    assert (result.finish_reason, result.stop_reason) == (FinishReason.STOP, str(tokens[3]))
+    assert list(result.token_ids) == tokens[: tokens.index(tokens[3]) + 1]
     idle(llm)
 
 
