@@ -141,13 +141,16 @@ class Child:
             self._on_exit(self)
 
 
-def stop_all(children: Sequence[Child], grace_s: float) -> None:
-    """Drains children in order, each within `grace_s`, and kills what is left."""
-    for child in children:
-        child.terminate()
-        if not child.wait(grace_s):
-            child.kill()
-            child.wait(10.0)
+def stop_all(groups: Sequence[Sequence[Child]], grace_s: float) -> None:
+    """Drains group after group, the children of a group together within `grace_s`, and kills what is left."""
+    for group in groups:
+        for child in group:
+            child.terminate()
+        deadline = time.monotonic() + grace_s
+        for child in group:
+            if not child.wait(max(0.0, deadline - time.monotonic())):
+                child.kill()
+                child.wait(10.0)
 
 
 def service_command(name: str, *flags: str) -> list[str]:
@@ -192,13 +195,14 @@ def store_binary() -> str:
     )
 
 
-def store_command(port: int, directory: Path) -> list[str]:
+def store_command(port: int, directory: Path, log_path: Path) -> list[str]:
     """Command line of an embedded store with append-only persistence that listens on loopback only."""
     directory.mkdir(parents=True, exist_ok=True)
     options = {
         "--port": str(port),
         "--bind": "127.0.0.1",
         "--dir": str(directory),
+        "--logfile": str(log_path),  # else it logs to stdout
         "--appendonly": "yes",
         "--appendfsync": "everysec",
         "--save": "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 
 from pdserve.cli.timings import timing_lines
 from pdserve.client import Client
@@ -16,7 +17,7 @@ def run_sample(console: Console, address: str, prompt: str) -> None:
     Raises:
         pdserve.client.errors.PdserveError: The request failed.
     """
-    console.print(f"\n[bold]Prompt[/]  {prompt}\n[bold]Answer[/] ", end=" ", soft_wrap=True)
+    console.print(f"\n[bold]Prompt[/]  {escape(prompt)}\n[bold]Answer[/] ", end=" ", soft_wrap=True)
     with Client(address) as client:
         stream = client.stream_chat(
             [{"role": "user", "content": prompt}], max_tokens=SAMPLE_MAX_TOKENS, temperature=0, timeout_s=120

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import queue
+import shutil
 import signal
 import socket
 import sys
@@ -19,10 +20,12 @@ from pathlib import Path
 from typing import IO
 
 from rich.console import Console
+from rich.markup import escape
 
 from pdserve.cli.processes import Child, service_command, stop_all, store_command, usable_cores
 from pdserve.cli.progress import RichProgress
 from pdserve.cli.sample import run_sample
+from pdserve.client import PdserveError
 from pdserve.core.config import build_parser, check, flag_name, from_namespace, option
 from pdserve.core.errors import ConfigError, UnavailableError
 from pdserve.engine.config import EngineConfig
@@ -122,7 +125,11 @@ class Launcher:
                 self._print_endpoints()
                 self._stay_up()
         except UnavailableError as e:
-            self._console.print(f"[bold red]pdserve up:[/] {e.message}", soft_wrap=True)
+            self._console.print(f"[bold red]pdserve up:[/] {escape(e.message)}", soft_wrap=True)
+            return 1
+        except PdserveError as e:
+            told = escape(f"the sample failed: {e.message} ({e.reason}); logs: {self._logs}")
+            self._console.print(f"\n[bold red]pdserve up:[/] {told}", soft_wrap=True)
             return 1
         except KeyboardInterrupt:
             self._console.print("stopping before the start was complete")
@@ -151,8 +158,9 @@ class Launcher:
                 for i in range(count):
                     self._workers.append(self._start_worker(role, f"{role}-{i}"))
             self._router = self._start_router()
-            for child in (*self._workers, self._router):
-                with progress.task(f"starting {child.name}"), self._interrupted_by_signals():
+            starting = ", ".join(child.name for child in (*self._workers, self._router))
+            with progress.task(f"starting {starting}"), self._interrupted_by_signals():
+                for child in (*self._workers, self._router):
                     if not child.wait_ready(READY_TIMEOUT_S, self._is_stopping):
                         raise KeyboardInterrupt
             with progress.task("waiting until the router's health says SERVING"), self._interrupted_by_signals():
@@ -164,7 +172,8 @@ class Launcher:
 
         data_dir = Path(self._up.data_dir) if self._up.data_dir else cache_dir() / f"up-{self._up.port}"
         try:
-            data_dir.mkdir(parents=True, exist_ok=True)
+            for directory in (data_dir / "store", data_dir / "logs"):
+                directory.mkdir(parents=True, exist_ok=True)
             self._lock = (data_dir / "lock").open("w")
         except OSError as e:
             raise ConfigError(f"cannot write to {data_dir}: {e.strerror}; give another --data-dir") from e
@@ -178,8 +187,9 @@ class Launcher:
 
     def _start_store(self, data_dir: Path) -> str:
         port = _free_port()
-        command = store_command(port, data_dir / "store")
-        self._store = Child("store", command, data_dir / "logs" / "store.log", on_exit=self._ended.put)
+        log_path = (data_dir / "logs" / "store.log").absolute()
+        command = store_command(port, data_dir / "store", log_path)
+        self._store = Child("store", command, log_path, on_exit=self._ended.put)
         _wait_listening(self._store, port, 10.0)
         return f"redis://127.0.0.1:{port}/0"
 
@@ -202,10 +212,12 @@ class Launcher:
             child = self._ended.get()
             if child is None or self._stopping:
                 return
-            self._console.print(f"[bold red]{child.name}[/] ended with status {child.returncode}:\n{child.log_tail()}")
+            self._console.print(f"[bold red]{child.name}[/] ended with status {child.returncode}:")
+            self._console.print(child.log_tail(), markup=False)
             if child is self._router or self._restarts >= MAX_RESTARTS:
                 raise UnavailableError(f"{child.name} ended; see {child.log_path}", reason="CHILD_ENDED")
             self._restarts += 1
+            self._console.print(f"starting {child.name} again ...")
             fresh = Child(child.name, child.argv, child.log_path, on_exit=self._ended.put)
             if child is self._store:
                 self._store = fresh
@@ -246,13 +258,20 @@ class Launcher:
         self._stopping = True
         if children := self._children():
             self._console.print("draining (Ctrl-C again ends at once) ...")
-            stop_all(children, self._up.drain_grace_s + 10.0)
+            for child in children:
+                if child is not self._store and not child.endpoints:
+                    child.kill()  # never ready: there is nothing to drain
+            stop_all(self._groups(), self._up.drain_grace_s + 10.0)
             self._console.print("all processes ended")
         if self._lock is not None:
             self._lock.close()
 
     def _children(self) -> list[Child]:
-        return [c for c in (self._router, *self._workers, self._store) if c is not None]
+        return [child for group in self._groups() for child in group]
+
+    def _groups(self) -> tuple[list[Child], ...]:
+        """The processes in the order in which they are drained."""
+        return [self._router] if self._router else [], self._workers, [self._store] if self._store else []
 
     # ---- what people see --------------------------------------------------------------------------------------------
 
@@ -268,10 +287,16 @@ class Launcher:
                 self._console.print(f"  {child.name:<12} {shown}", soft_wrap=True)
         address = self._router_address()
         self._console.print(f"\nLogs: {self._logs}", soft_wrap=True)
-        self._console.print(f'Try:  pdserve generate "Hello" --router {address}')
-        self._console.print(f"      pdserve status --router {address}")
+        self._console.print(f'Try:  {_command()} generate --chat "Tell me a joke." --router {address}', soft_wrap=True)
+        self._console.print(f"      {_command()} status --router {address}", soft_wrap=True)
         self._console.print("Ctrl-C drains and stops everything.")
         sys.stdout.flush()
+
+
+def _command() -> str:
+    """How this program is called from where the person stands."""
+    called = sys.argv[0]
+    return "pdserve" if Path(called).name != "pdserve" or shutil.which("pdserve") == called else called
 
 
 def _resolve_model(engine: EngineConfig, progress: RichProgress) -> str:

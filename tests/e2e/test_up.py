@@ -147,7 +147,6 @@ def test_interrupted_while_a_worker_loads(tmp_path: Path) -> None:
         family = up.family()
         up.process.send_signal(signal.SIGINT)
         up.wait_for("stopping before the start was complete")
-        loading.resume()
         assert up.process.wait(40) == 130, up.output
         assert not [p for p in family if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
     finally:
@@ -177,5 +176,29 @@ def test_a_dead_store_is_started_again(tmp_path: Path) -> None:
 
         with Client(address) as client:
             wait_until(serves, 20, "the store to answer again")
+    finally:
+        up.end()
+
+
+def test_says_why_the_store_does_not_start(tmp_path: Path) -> None:
+    broken = tmp_path / "store" / "appendonlydir"
+    broken.mkdir(parents=True)
+    (broken / "appendonly.aof.manifest").write_text("garbage")
+    up = Up(tmp_path, "--runner", "fake")
+    try:
+        assert up.process.wait(60) == 1
+        up.end()
+        assert "manifest" in up.output and "Traceback" not in up.output, up.output
+    finally:
+        up.end()
+
+
+def test_says_that_the_data_directory_cannot_be_used(tmp_path: Path) -> None:
+    (tmp_path / "store").write_text("no directory")
+    up = Up(tmp_path, "--runner", "fake")
+    try:
+        assert up.process.wait(60) == 2
+        up.end()
+        assert "--data-dir" in up.output and "Traceback" not in up.output, up.output
     finally:
         up.end()

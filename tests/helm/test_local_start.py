@@ -34,7 +34,7 @@ def _started(directory: Path, values: Path | None, redis_url: str) -> Iterator[d
             child.wait_ready(READY_TIMEOUT_S)
         yield started
     finally:
-        stop_all([child for child, _ in started.values()], 20.0)
+        stop_all([[child for child, _ in started.values()]], 20.0)
 
 
 def _start(directory: Path, component: str, container: Document, redis_url: str) -> Child:

@@ -112,7 +112,7 @@ class Deployment:
         """Drains everything."""
         routers = [c for n, c in self.children.items() if n.startswith("router")]
         workers = [c for n, c in self.children.items() if not n.startswith("router")]
-        stop_all([*routers, *workers], 20.0)
+        stop_all([routers, workers], 20.0)
 
 
 @contextmanager
