@@ -109,6 +109,7 @@ class RouterApp:
         )
         stack.push_async_callback(store.close)
         await store.start()
+        storing = await stack.enter_async_context(_background(store.fault()))
         workers = WorkerSet(self._model)
         policy = least_loaded(decode_prefills=config.allow_decode_prefill)
         orchestrator = Orchestrator(config, router_id, clock, store, workers, policy, random.SystemRandom())
@@ -135,9 +136,9 @@ class RouterApp:
             _background(self._watch_workers(server, orchestrator, workers, metrics))
         )
         self._announce(ready_line("router", grpc=format_address(service.host, port), metrics=metrics_address))
-        asked = asyncio.create_task(signals.drain.wait())
-        await asyncio.wait({asked, connecting, watching}, return_when=asyncio.FIRST_COMPLETED)
-        for task in (connecting, watching):
+        asked = await stack.enter_async_context(_background(signals.drain.wait()))
+        await asyncio.wait({asked, connecting, watching, storing}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (connecting, watching, storing):
             if task.done():
                 task.result()  # never ends by itself: a fault of ours
         watching.cancel()
@@ -202,7 +203,7 @@ def load_tokenizer(model: str) -> Callable[[Limits], Tokenizer]:
 
 
 @asynccontextmanager
-async def _background(work: Coroutine[Any, Any, None]) -> AsyncGenerator[asyncio.Task[None], None]:
+async def _background(work: Coroutine[Any, Any, object]) -> AsyncGenerator[asyncio.Task[object], None]:
     """A task that lives as long as the block."""
     task = asyncio.create_task(work)
     try:

@@ -65,20 +65,15 @@ class Connector:
         self._worker_timeout_s = worker_timeout_s
         self._open_channel = open_channel
         self._listed: dict[str, Listed] = {}
-        self._keepers: dict[str, asyncio.Task[None]] = {}
-        self._news: dict[str, asyncio.Event] = {}
+        self._news: dict[str, asyncio.Event] = {}  # of each worker that a keeper cares for
 
     async def run(self) -> None:
-        """Follows the registry until cancelled; then ends every session."""
-        try:
+        """Follows the registry until cancelled, or until a session fails by a fault of ours; ends every session."""
+        async with asyncio.TaskGroup() as keepers:
             async for records in self._discovery.watch():
-                self._follow(records)
-        finally:
-            for keeper in self._keepers.values():
-                keeper.cancel()
-            await asyncio.gather(*self._keepers.values(), return_exceptions=True)
+                self._follow(records, keepers)
 
-    def _follow(self, records: tuple[WorkerRecord, ...]) -> None:
+    def _follow(self, records: tuple[WorkerRecord, ...], keepers: asyncio.TaskGroup) -> None:
         old = self._listed
         self._listed = {
             r.worker_id: Listed(worker_id=r.worker_id, role=r.role, incarnation=r.incarnation, address=r.address)
@@ -86,10 +81,9 @@ class Connector:
         }
         self._workers.set_listed(self._listed.values())
         for worker_id, listed in self._listed.items():
-            keeper = self._keepers.get(worker_id)
-            if keeper is None or keeper.done():
+            if worker_id not in self._news:
                 self._news[worker_id] = asyncio.Event()
-                self._keepers[worker_id] = asyncio.create_task(self._keep(worker_id), name=f"session-{worker_id}")
+                keepers.create_task(self._keep(worker_id), name=f"session-{worker_id}")
             elif listed != old.get(worker_id):
                 self._news[worker_id].set()
 
@@ -117,3 +111,4 @@ class Connector:
             with suppress(TimeoutError):
                 await self._clock.wait_for(news.wait(), backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)
+        del self._news[worker_id]

@@ -141,6 +141,12 @@ class RedisRequestStore:
             asyncio.create_task(self._create_forever(), name="record-creator"),
         ]
 
+    async def fault(self) -> None:
+        """Waits, for ever if all is well, until a background task failed by a fault of ours; raises what it raised."""
+        done, _ = await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+
     async def close(self) -> None:
         """Writes what is pending (for a bounded time) and closes the connections."""
         await self._flush(None)

@@ -207,3 +207,13 @@ def test_foreign_value_is_a_typed_error(server: RedisServer) -> None:
         await redis.aclose()
 
     run(server.url, test)
+
+
+def test_a_fault_of_ours_is_heard_instead_of_creating_for_ever(server: RedisServer) -> None:
+    async def test(store: RedisRequestStore) -> None:
+        creating = asyncio.create_task(store.create(replace(record(next(_names)), owner="\ud800")))
+        with pytest.raises(UnicodeEncodeError):
+            await asyncio.wait_for(store.fault(), 10)
+        creating.cancel()
+
+    run(server.url, test)

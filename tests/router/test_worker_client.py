@@ -387,6 +387,28 @@ def test_a_router_that_ends_while_a_silent_worker_is_given_up_ends() -> None:
     run_virtual(main())
 
 
+def test_a_session_that_fails_by_a_fault_of_ours_ends_the_connector() -> None:
+    async def main() -> None:
+        def open_channel(address: str) -> grpc.aio.Channel:
+            raise RuntimeError("a fault of ours")
+
+        discovery = Discovery()
+        discovery.set(record(1))
+        connector = Connector(
+            WorkerSet(MODEL),
+            discovery,
+            "router",
+            VirtualClock(),
+            heartbeat_s=1.0,
+            worker_timeout_s=3.0,
+            open_channel=open_channel,
+        )
+        with pytest.raises(ExceptionGroup, match="unhandled errors"):
+            await asyncio.wait_for(connector.run(), 10)
+
+    run_virtual(main())
+
+
 def test_nobody_at_the_address() -> None:
     async def test(router: Router, worker: ScriptedWorker, port: int) -> None:
         router.discovery.set(record(1))
