@@ -11,36 +11,37 @@ from collections.abc import Sequence as Seq
 import torch
 from torch import Tensor
 
-from pdserve.core.errors import EngineError
 from pdserve.core.hashing import sampling_uniform
 from pdserve.core.request import PositionLogprobs, TokenLogprob
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.step import SampledToken
+from pdserve.engine.step import SampledToken, SamplingFailure
 
 _FIRST_SORTED = 256
 """Tokens that are sorted at first to find the nucleus of top_p; more only when they do not hold it."""
+_BAD_LOGITS = SamplingFailure(
+    "BAD_LOGITS",
+    "the model produced logits that are not finite for this request; its weights or the KV it read are damaged, or "
+    "--dtype is too narrow for it",
+)
 
 
-def sample(logits: Tensor, params: Seq[SamplingParams], output_indices: Seq[int]) -> list[SampledToken]:
-    """Chooses one token per row.
+def sample(
+    logits: Tensor, params: Seq[SamplingParams], output_indices: Seq[int]
+) -> list[SampledToken | SamplingFailure]:
+    """Chooses one token per row; a row without a finite maximum (NaN, infinity, nothing but -infinity) fails alone.
 
     Args:
         logits: `[num_rows, vocab_size]`; unchanged.
         params: One per row; `seed` is set unless greedy.
         output_indices: Output index of each row's token.
-
-    Raises:
-        EngineError: The logits of a row have no finite maximum: they hold NaN, infinity or nothing else than -infinity.
     """
     maxima, likeliest = logits.max(dim=-1)  # of equals the first; NaN is greater than all
-    if not torch.isfinite(maxima).all():
-        raise EngineError(
-            "the model produced logits that are not finite; its weights or the KV it read are damaged, or --dtype is "
-            "too narrow for it",
-            reason="BAD_LOGITS",
-        )
-    sampled = []
+    finite = torch.isfinite(maxima).tolist()
+    sampled: list[SampledToken | SamplingFailure] = []
     for row, (param, index) in enumerate(zip(params, output_indices, strict=True)):
+        if not finite[row]:
+            sampled.append(_BAD_LOGITS)
+            continue
         token = int(likeliest[row]) if param.greedy else draw(logits[row], param, index)
         logprobs = None if param.logprobs is None else position_logprobs(logits[row], token, param.logprobs)
         sampled.append(SampledToken(token, logprobs))

@@ -31,6 +31,7 @@ from pdserve.engine.step import (
     Reserved,
     RunnerOutput,
     SampledToken,
+    SamplingFailure,
     ScheduledSequence,
     SchedulerOutput,
     SequenceAborted,
@@ -143,7 +144,7 @@ class Scheduler:
         seq = self._sequences.get(key)
         if seq is None or not seq.handoff:
             return
-        if len(seq.tokens) > seq.num_initial:
+        if seq.state is SequenceState.HANDOFF:
             self._end(seq)
         else:
             seq.released = True
@@ -199,7 +200,9 @@ class Scheduler:
             if not seq.started:
                 seq.started = True
                 events.append(PrefillStarted(seq.key))
-            if token is not None:
+            if isinstance(token, SamplingFailure):
+                self._drop(seq, token)
+            elif token is not None:
                 self._accept(seq, token, item.output_index)
             elif seq.handoff:
                 self._hand_off(seq)
@@ -309,6 +312,15 @@ class Scheduler:
             self._hand_off(seq)
         elif not ended:
             seq.goal = len(tokens)
+
+    def _drop(self, seq: Sequence, failure: SamplingFailure) -> None:
+        """Fails one sequence of a step; announced pages stay leased, for a reader may be at them."""
+        if seq.num_announced:
+            self._running.remove(seq)
+            seq.move(SequenceState.HANDOFF)
+            self._events.append(SequenceFailed(seq.key, "INTERNAL", failure.reason, failure.message))
+        else:
+            self._fail(seq, "INTERNAL", failure.reason, failure.message)
 
     def _hand_off(self, seq: Sequence) -> None:
         """Announces what a step made final; once all is, leases the pages, or frees them when no reader will come."""

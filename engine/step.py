@@ -68,6 +68,19 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplingFailure:
+    """No token could be chosen for one sequence; the others of the step are right.
+
+    Attributes:
+        reason: UPPER_SNAKE_CASE.
+        message: What is wrong and what to do.
+    """
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
 class RunnerOutput:
     """What one step computed, valid only after the device fence.
 
@@ -75,7 +88,7 @@ class RunnerOutput:
         sampled: One entry per scheduled sequence; None where nothing was sampled.
     """
 
-    sampled: tuple[SampledToken | None, ...]
+    sampled: tuple[SampledToken | SamplingFailure | None, ...]
 
 
 class Runner(Protocol):
@@ -272,7 +285,8 @@ class SequenceAborted:
 
 @dataclass(frozen=True, slots=True)
 class SequenceFailed:
-    """The engine could not go on with this sequence; its pages are free.
+    """The engine could not go on with this sequence. Its pages are free, unless some were announced: those wait for
+    `Abort` or `ReleaseLease`.
 
     Attributes:
         key: The sequence.

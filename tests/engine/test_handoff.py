@@ -18,6 +18,10 @@ from pdserve.engine.step import (
     ReservationRefused,
     Reserve,
     Reserved,
+    Runner,
+    RunnerOutput,
+    SamplingFailure,
+    SchedulerOutput,
     SequenceFailed,
     TokensSampled,
 )
@@ -276,4 +280,43 @@ def test_announced_pages_stay_leased_when_the_first_token_ends_the_request() -> 
     assert [e.finish_reason for e in events if isinstance(e, TokensSampled)] == ["length"]
     assert all(engine.pool.generation(p.page_id) == p.generation for p in pages)
     engine.step(ReleaseLease("a"))
+    assert engine.pool.num_free == 16
+
+
+class Faulty:
+    """A runner that cannot choose a token for some sequences."""
+
+    def __init__(self, runner: Runner, bad: set[str]) -> None:
+        self._runner, self._bad = runner, bad
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        sampled = self._runner.execute(output).sampled
+        failure = SamplingFailure("BAD_LOGITS", "no token")
+        return RunnerOutput(
+            tuple(failure if t and s.key in self._bad else t for s, t in zip(output.sequences, sampled, strict=True))
+        )
+
+
+def test_a_sequence_without_a_token_fails_alone() -> None:
+    engine = Engine(16)
+    engine.core._runner = Faulty(engine.runner, {"bad"})
+    good = request("good", range(6), 8)
+    events = engine.run(Add(good), Add(request("bad", range(5), 8)))
+    Streams(e for e in events if e.key == "good").check([good])
+    assert [(e.key, e.status, e.reason) for e in events if isinstance(e, SequenceFailed)] == [
+        ("bad", "INTERNAL", "BAD_LOGITS")
+    ]
+    assert engine.pool.num_free == 16
+
+
+@pytest.mark.parametrize("end", [Abort("bad"), ReleaseLease("bad")])
+def test_announced_pages_of_a_failed_hand_off_wait_for_their_reader(end: Abort | ReleaseLease) -> None:
+    engine = Engine(16, max_num_batched_tokens=8)
+    engine.core._runner = Faulty(engine.runner, {"bad"})
+    events = list(engine.step(Add(request("bad", range(20), 8), handoff=True, reserved=True)).events)
+    pages = [p for e in ready(events, "bad") for p in e.pages]
+    events = engine.run()
+    assert [e.key for e in events if isinstance(e, SequenceFailed)] == ["bad"]
+    assert pages and all(engine.pool.generation(p.page_id) == p.generation for p in pages)
+    engine.step(end)
     assert engine.pool.num_free == 16

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.core.errors import EngineError
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.sampler import filtered_probabilities, position_logprobs, sample
+from pdserve.engine.step import SampledToken, SamplingFailure
 
 GREEDY = SamplingParams(temperature=0.0)
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
@@ -130,9 +130,10 @@ def test_filters_keep_what_a_full_sort_of_a_large_vocabulary_keeps(spread: float
 
 
 @pytest.mark.parametrize("row", [[0.0, math.nan], [0.0, math.inf], [-math.inf, -math.inf]])
-def test_logits_without_a_finite_maximum_are_an_engine_error(row: list[float]) -> None:
-    with pytest.raises(EngineError, match="not finite"):
-        sample(torch.tensor([[0.0, 1.0], row]), [GREEDY, GREEDY], [0, 0])
+def test_a_row_without_a_finite_maximum_fails_alone(row: list[float]) -> None:
+    good, bad = sample(torch.tensor([[0.0, 1.0], row]), [GREEDY, GREEDY], [0, 0])
+    assert good == SampledToken(1)
+    assert isinstance(bad, SamplingFailure) and bad.reason == "BAD_LOGITS"
 
 
 def test_a_token_with_logit_minus_infinity_is_never_drawn() -> None:
