@@ -129,9 +129,9 @@ class Attempt:
         Raises:
             PdserveError: A worker failed or died; nothing of this try runs on.
         """
-        self._submit()
         reason = "ROUTER_FAILED"
         try:
+            self._submit()
             outcome = None
             while outcome is None:
                 outcome = self._handle(await self._inbox.get())

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from pdserve.core.errors import DeadlineError, PdserveError
+from pdserve.core.errors import DeadlineError, EngineError, PdserveError
 from pdserve.router.admission import Admitted
 from pdserve.router.inbox import Cancel, Inbox
 from pdserve.router.output_stream import OutputStream, Terminal
@@ -66,8 +66,10 @@ class OpenRequest:
     def finished(self, said: worker_pb2.SequenceFinished) -> Terminal:
         """The last worker ended it."""
         word = _FINISH_WORDS.get(said.finish_reason)
-        if word is None:  # the worker ended it by itself: its deadline timer, or its shutdown
-            return self.failed(DeadlineError("the worker ended the request: its deadline passed"))
+        if word is None:
+            name = common_pb2.FinishReason.Name(said.finish_reason)
+            error = EngineError(f"a worker ended the request with {name}: report this", reason="BROKEN_STREAM")
+            return self.failed(error)
         usage = self._usage(said.usage.cached_tokens)
         finished = self._terminal(said.finish_reason, said.stop_reason, usage)
         self.recorder.finished(word, self.progress.num_tokens)

@@ -23,7 +23,7 @@ from pdserve.router.open_request import OpenRequest
 from pdserve.router.output_stream import OutputStream
 from pdserve.router.policy import Policy
 from pdserve.router.progress import Progress
-from pdserve.router.record import RequestRecord, RequestState, duplicate_error, pack_prompt
+from pdserve.router.record import RequestRecord, duplicate_error, pack_prompt
 from pdserve.router.recorder import Recorder
 from pdserve.router.request_store import RequestStore
 from pdserve.router.route_queue import RouteQueue
@@ -136,7 +136,7 @@ class Orchestrator:
         self.check_open()
         if known := self._open.get(admitted.request_id):
             same = known.admitted.request_digest == admitted.request_digest
-            raise duplicate_error(admitted.request_id, same, RequestState.DECODING)
+            raise duplicate_error(admitted.request_id, same, known.recorder.state)
         stream, recorder = OutputStream(), Recorder(self._store, admitted.request_id)
         request = OpenRequest(
             admitted=admitted,
@@ -242,10 +242,11 @@ class Orchestrator:
         self._open.pop(request.admitted.request_id, None)
         error = PdserveError("internal error of the router; its log has the details")
         if request.accepted.done():
-            request.recorder.failed(error, request.progress.num_tokens)
             request.stream.finish(error)
+            request.failed(error)
         else:
             request.accepted.set_exception(error)
+            request.accepted.exception()  # the caller may be gone
 
     def _record(self, request: OpenRequest) -> RequestRecord:
         admitted = request.admitted

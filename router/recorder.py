@@ -18,6 +18,7 @@ class Recorder:
     Attributes:
         owner_epoch: Epoch of this router's ownership, from `create` on; 0 before.
         attempt: Retry number in force.
+        state: The newest one.
     """
 
     def __init__(self, store: RequestStore, request_id: str) -> None:
@@ -25,6 +26,7 @@ class Recorder:
         self._request_id = request_id
         self.owner_epoch = 0
         self.attempt = 1
+        self.state = RequestState.QUEUED
 
     async def create(self, record: RequestRecord) -> None:
         """Stores the record; see `RequestStore.create`."""
@@ -60,6 +62,7 @@ class Recorder:
 
     def _write(self, state: RequestState, **fields: str) -> None:
         assert self.owner_epoch, "no record yet"
+        self.state = state
         self._store.update(
             RecordChange(
                 request_id=self._request_id,

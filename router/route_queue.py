@@ -74,7 +74,7 @@ class RouteQueue:
 
         Args:
             request: Who waits; its cancellation wakes it.
-            attempt: Retry number, for the trace.
+            attempt: Retry number. The first one has waited since the request's arrival.
             refused: Decode worker -> when it may have room again.
 
         Returns:
@@ -83,7 +83,8 @@ class RouteQueue:
         Raises:
             PdserveError: There was none in time, or never will be.
         """
-        queued_s = self._clock.now()
+        entered_s = self._clock.now()
+        queued_s = request.arrival_s if attempt == 1 else entered_s
         self.num_waiting += 1
         self._workers.subscribe(request.inbox)
         try:
@@ -96,7 +97,7 @@ class RouteQueue:
                     request.progress.queue_s += now - queued_s
                     request.trace.placed(route, attempt, now - queued_s)
                     return route
-                wake_s = self._give_up_s(request, queued_s, route)
+                wake_s = self._give_up_s(request, entered_s, route)
                 if now >= wake_s:
                     raise self._no_route(request, route)
                 if route is not None:
@@ -110,9 +111,9 @@ class RouteQueue:
             self.num_waiting -= 1
             self._workers.unsubscribe(request.inbox)
 
-    def _give_up_s(self, request: OpenRequest, queued_s: float, route: Route | None) -> float:
+    def _give_up_s(self, request: OpenRequest, entered_s: float, route: Route | None) -> float:
         give_up_s = request.arrival_s + self._config.queue_timeout_s
-        return give_up_s if route is not None else min(give_up_s, queued_s + self._config.no_worker_timeout_s)
+        return give_up_s if route is not None else min(give_up_s, entered_s + self._config.no_worker_timeout_s)
 
     def _no_route(self, request: OpenRequest, route: Route | None) -> PdserveError:
         if route is not None:

@@ -10,6 +10,7 @@ import pytest
 from pdserve.bench.virtual_time import run_virtual
 from pdserve.core.errors import CapacityError, DeadlineError, PdserveError, UnavailableError
 from pdserve.router.record import DuplicateRequestError, RequestState
+from pdserve.router.trace import NoTrace
 from pdserve.v1 import common_pb2, worker_pb2
 from tests.router.world import World, failed, read_all, tokens
 
@@ -389,6 +390,65 @@ def test_slow_reader_gets_everything_in_few_messages() -> None:
     run_virtual(main())
 
 
+class Ends(NoTrace):
+    """Notes how requests ended."""
+
+    def __init__(self) -> None:
+        self.ends: list[tuple[str, str]] = []
+
+    def ended(
+        self, outcome: str, error: PdserveError | None, timings: common_pb2.Timings, usage: common_pb2.Usage
+    ) -> None:
+        self.ends.append((outcome, error.reason if error else ""))
+
+
+def test_a_fault_of_ours_ends_the_request_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fault(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    async def main() -> None:
+        w, trace = World("p0", "d0"), Ends()
+        monkeypatch.setattr(w.clients["d0"], "submit", fault)
+        opened = await w.open(trace=trace)
+        with pytest.raises(PdserveError, match="its log") as caught:
+            await read_all(opened)
+        assert caught.value.status == "INTERNAL"
+        assert w.clients["p0"].aborted == [("r", 1, "ROUTER_FAILED")]
+        assert w.store.records["r"].state is S.FAILED
+        assert trace.ends == [("failed", "INTERNAL")], "counted, and its span ended"
+        w.check_clean()
+
+    run_virtual(main())
+
+
+def test_a_worker_that_ends_for_no_known_reason_is_told_as_a_fault() -> None:
+    async def main() -> None:
+        w, trace = World("m0"), Ends()
+        opened = await w.open(trace=trace)
+        output = worker_pb2.SequenceOutput()
+        output.finished.finish_reason = common_pb2.FINISH_REASON_UNSPECIFIED
+        w.clients["m0"].output("r", output)
+        with pytest.raises(PdserveError, match="UNSPECIFIED") as caught:
+            await read_all(opened)
+        assert (caught.value.status, caught.value.reason) == ("INTERNAL", "BROKEN_STREAM")
+        assert trace.ends == [("failed", "BROKEN_STREAM")]
+        w.check_clean()
+
+    run_virtual(main())
+
+
+def test_queue_time_begins_with_the_arrival() -> None:
+    async def main() -> None:
+        w = World("m0")
+        await w.clock.sleep(3)  # tokenising, or waiting for the first worker
+        opened = await w.open(arrival_s=1.0)
+        w.clients["m0"].output("r", tokens(0, 1, 2, 3, 4, finish=True))
+        _, finished = await read_all(opened)
+        assert (finished.timings.queue_s, finished.timings.ttft_s) == (2.0, 2.0)
+
+    run_virtual(main())
+
+
 def test_waits_for_a_worker_and_is_woken_by_it() -> None:
     async def main() -> None:
         w = World("p0")
@@ -453,6 +513,8 @@ def test_second_request_with_the_same_id() -> None:
             assert isinstance(error, DuplicateRequestError)
             assert error.status == "ALREADY_EXISTS"
             assert "Attach" in error.message
+        assert "placed" in running.message
+        assert "cancelled" in ended.message
 
     run_virtual(main())
 

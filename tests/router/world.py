@@ -15,7 +15,7 @@ from pdserve.router.open_request import OpenRequest
 from pdserve.router.orchestrator import Orchestrator
 from pdserve.router.policy import least_loaded
 from pdserve.router.store_fake import FakeStore
-from pdserve.router.trace import NoTrace
+from pdserve.router.trace import NoTrace, RequestTrace
 from pdserve.router.worker_fake import FakeWorkerClient
 from pdserve.router.worker_set import WorkerSet
 from pdserve.router.worker_table import Limits
@@ -55,9 +55,20 @@ class World:
         self.clients[name].die()
         self.workers.session_closed(name)
 
-    async def open(self, request_id: str = "r", *, deadline_s: float | None = None, max_tokens: int = 4) -> OpenRequest:
+    async def open(
+        self,
+        request_id: str = "r",
+        *,
+        arrival_s: float | None = None,
+        deadline_s: float | None = None,
+        max_tokens: int = 4,
+        trace: RequestTrace | None = None,
+    ) -> OpenRequest:
         opened = await self.orchestrator.open(
-            admitted(request_id, max_tokens), arrival_s=self.clock.now(), deadline_s=deadline_s, trace=NoTrace()
+            admitted(request_id, max_tokens),
+            arrival_s=self.clock.now() if arrival_s is None else arrival_s,
+            deadline_s=deadline_s,
+            trace=trace or NoTrace(),
         )
         await self.settle()
         return opened
