@@ -65,7 +65,7 @@ def _run(command: str, argv: list[str]) -> int:
             raise
         extra = "server,bench" if command == "bench" else "server"
         sys.stderr.write(
-            f"pdserve {command}: the package '{e.name}' is missing; install it with: pip install 'pdserve[{extra}]'\n"
+            f"pdserve {command}: the package '{e.name}' is missing; in pdserve's directory: pip install '.[{extra}]'\n"
         )
         return 2
     except _typed_errors() as e:

@@ -66,7 +66,7 @@ def test_a_wrong_command_line_is_2_and_says_what_to_do(
         (ConfigError("--port is taken"), 2, "pdserve status: --port is taken\n"),
         (EngineError("it broke"), 1, "error: it broke (ENGINE_FAILED)\n"),
         (KeyboardInterrupt(), 130, ""),
-        (ModuleNotFoundError("x", name="redis.asyncio"), 2, "pip install 'pdserve[server]'"),
+        (ModuleNotFoundError("x", name="redis.asyncio"), 2, "pip install '.[server]'"),
     ],
 )
 def test_failures_are_one_line(
