@@ -7,6 +7,7 @@ export VENV PYTHON
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile
+	@echo 'e.g.  make run MODEL=<directory or hub id> ARGS="--prefill 2"   (PYTHON=<interpreter>, VENV=<directory>)'
 
 run: $(SERVER) ## install, then start Redis, prefill, decode and router and stream a sample answer (Ctrl-C ends it)
 	@$(VENV)/bin/pdserve up $(if $(MODEL),--model $(MODEL)) $(ARGS)
