@@ -396,6 +396,9 @@ class Simulation:
                 problems.append(f"{name}: ended {o.end} after {len(o.tokens)} of {len(o.expected)} tokens")
             if o.end in (None, "INTERNAL", "BROKEN_STREAM"):
                 problems.append(f"{name}: ended {o.end}")
+        for end, fault in (("CORRUPT_PAGE", "corrupt"), ("BAD_WATERMARK", ""), ("PAGES_OUT_OF_ORDER", "")):
+            if self.report.ends[end] > self.report.faults[fault]:
+                problems.append(f"{self.report.ends[end]} ended {end} for {self.report.faults[fault]} faults")
         end_s = self._clock.now() + LIMIT_S
         while (left := list(self._left())) and self._clock.now() < end_s:
             await self._clock.sleep(0.1)
