@@ -53,6 +53,7 @@ class Child:
         log_path.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
         with log_path.open("ab") as log:
+            self._log_begin = log.tell()
             self._process = subprocess.Popen(
                 self.argv,
                 stdin=subprocess.DEVNULL,
@@ -123,8 +124,10 @@ class Child:
         return self._ended.wait(timeout_s)
 
     def log_tail(self) -> str:
-        """The last lines of its log, indented."""
-        lines = self.log_path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
+        """The last lines of its log, indented; nothing of the processes before it."""
+        with self.log_path.open("rb") as log:
+            log.seek(self._log_begin)
+            lines = log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
         return "\n".join("    " + line for line in lines)
 
     def _watch(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.cli import __main__ as cli
 from pdserve.cli import status
-from pdserve.cli.processes import usable_cores
+from pdserve.cli.processes import Child, usable_cores
 from pdserve.core.errors import ConfigError, EngineError
 from tests.client.scripted import hello, refuse, serving, silent
 
@@ -157,3 +157,11 @@ def test_help_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not {"torch", "transformers", "redis", "grpc", "numpy", "rich"} & set(done.stderr.split())
+
+
+def test_the_end_of_a_log_is_that_of_this_process(tmp_path: Path) -> None:
+    log = tmp_path / "worker.log"
+    log.write_text("of the process before\n")
+    child = Child("worker", [sys.executable, "-c", "import sys; sys.stderr.write('why it ended')"], log)
+    assert child.wait(60)
+    assert child.log_tail() == "    why it ended" and log.read_text().startswith("of the process before")
