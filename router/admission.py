@@ -128,7 +128,7 @@ def admit(
         RequestError: The prompt is empty or too long, max_tokens does not fit, or an id is outside the vocabulary.
     """
     prompt = tuple(prompt_token_ids)
-    _check_prompt(prompt, limits)
+    check_prompt_length(len(prompt), limits)
     for name, ids in (("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids)):
         _check_ids(name, ids, limits.vocab_size)
     max_tokens = _max_tokens(sampling.max_tokens, len(prompt), limits)
@@ -144,23 +144,28 @@ def admit(
     )
 
 
+def check_prompt_length(num_tokens: int, limits: Limits) -> None:
+    """Checks that a prompt is not empty and leaves room for one token.
+
+    Raises:
+        RequestError: EMPTY_PROMPT or PROMPT_TOO_LONG.
+    """
+    if not num_tokens:
+        raise RequestError("the prompt is empty; send at least one token", reason="EMPTY_PROMPT")
+    if num_tokens >= limits.max_model_len:
+        raise RequestError(
+            f"the prompt has {num_tokens} tokens; this model takes at most {limits.max_model_len - 1} "
+            f"(--max-model-len {limits.max_model_len}, one is left for the output): shorten the prompt",
+            reason="PROMPT_TOO_LONG",
+        )
+
+
 def request_digest(request: pb.GenerateRequest) -> bytes:
     """SHA-256 of a request without its id: equal for a repeated one."""
     bare = pb.GenerateRequest()
     bare.CopyFrom(request)
     bare.ClearField("request_id")
     return hashlib.sha256(bare.SerializeToString(deterministic=True)).digest()
-
-
-def _check_prompt(prompt: tuple[int, ...], limits: Limits) -> None:
-    if not prompt:
-        raise RequestError("the prompt is empty; send at least one token", reason="EMPTY_PROMPT")
-    if len(prompt) >= limits.max_model_len:
-        raise RequestError(
-            f"the prompt has {len(prompt)} tokens; this model takes at most {limits.max_model_len - 1} "
-            f"(--max-model-len {limits.max_model_len}, one is left for the output): shorten the prompt",
-            reason="PROMPT_TOO_LONG",
-        )
 
 
 def _max_tokens(wanted: int | None, prompt_tokens: int, limits: Limits) -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import DeadlineError, PdserveError, UnavailableError
@@ -64,6 +66,7 @@ class Orchestrator:
         self._workers = workers
         self._queue = RouteQueue(config, clock, workers, policy, rng.randrange)
         self._rng = rng
+        self._num_calls = 0
         self._open: dict[str, OpenRequest] = {}
         self._lives: set[asyncio.Task[None]] = set()
         self._draining = False
@@ -94,6 +97,19 @@ class Orchestrator:
         """The request, if it lives here."""
         return self._open.get(request_id)
 
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Held by a call of a client from its arrival until its client took the last message or left.
+
+        Calls count towards `max_queue` as open requests do: what is tokenised, waits for the first worker or is not
+        read by its client is bounded too.
+        """
+        self._num_calls += 1
+        try:
+            yield
+        finally:
+            self._num_calls -= 1
+
     def check_open(self) -> None:
         """Refuses early, before any work is done for a request.
 
@@ -103,18 +119,14 @@ class Orchestrator:
         """
         if self._draining:
             raise UnavailableError("this router is shutting down; use another one", reason="DRAINING")
-        check_queue(len(self._open) + self._queue.num_early, self._config.max_queue)
+        check_queue(max(len(self._open), self._num_calls - 1), self._config.max_queue)  # the asking call is one
 
     async def limits(self) -> Limits:
         """What the workers accept; waits, bounded, for the first worker.
 
         Raises:
-            UnavailableError: No worker is there, or the router drains.
-            CapacityError: Too many requests wait.
+            UnavailableError: No worker is there.
         """
-        if found := self._workers.table.limits():
-            return found
-        self.check_open()
         return await self._queue.limits()
 
     async def open(
@@ -133,10 +145,11 @@ class Orchestrator:
             UnavailableError: The router drains, or the store does not answer.
             CapacityError: Too many requests are open.
         """
-        self.check_open()
-        if known := self._open.get(admitted.request_id):
-            same = known.admitted.request_digest == admitted.request_digest
-            raise duplicate_error(admitted.request_id, same, known.recorder.state)
+        try:
+            self._check_new(admitted)
+        except PdserveError as e:
+            trace.refused(e)
+            raise
         stream, recorder = OutputStream(), Recorder(self._store, admitted.request_id)
         request = OpenRequest(
             admitted=admitted,
@@ -184,6 +197,7 @@ class Orchestrator:
             await request.recorder.create(self._record(request))
         except PdserveError as e:
             self._open.pop(request.admitted.request_id, None)
+            request.trace.refused(e)
             request.accepted.set_exception(e)
             request.accepted.exception()  # the caller may be gone
             return
@@ -245,8 +259,15 @@ class Orchestrator:
             request.stream.finish(error)
             request.failed(error)
         else:
+            request.trace.refused(error)
             request.accepted.set_exception(error)
             request.accepted.exception()  # the caller may be gone
+
+    def _check_new(self, admitted: Admitted) -> None:
+        self.check_open()
+        if known := self._open.get(admitted.request_id):
+            same = known.admitted.request_digest == admitted.request_digest
+            raise duplicate_error(admitted.request_id, same, known.recorder.state)
 
     def _record(self, request: OpenRequest) -> RequestRecord:
         admitted = request.admitted

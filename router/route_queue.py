@@ -30,8 +30,7 @@ class RouteQueue:
         draw: Draws among equal workers.
 
     Attributes:
-        num_early: Those that wait for the first worker; they are not open yet.
-        num_waiting: All that wait here.
+        num_waiting: Those that wait for a route, or for the first worker.
     """
 
     def __init__(self, config: RouterConfig, clock: Clock, workers: WorkerSet, policy: Policy, draw: Draw) -> None:
@@ -40,7 +39,6 @@ class RouteQueue:
         self._workers = workers
         self._policy = policy
         self._draw = draw
-        self.num_early = 0
         self.num_waiting = 0
 
     def can_route(self) -> bool:
@@ -53,9 +51,10 @@ class RouteQueue:
         Raises:
             UnavailableError: None came in time.
         """
+        if (found := self._workers.table.limits()) is not None:
+            return found
         inbox = Inbox()
         end_s = self._clock.now() + self._config.no_worker_timeout_s
-        self.num_early += 1
         self.num_waiting += 1
         self._workers.subscribe(inbox)
         try:
@@ -66,7 +65,6 @@ class RouteQueue:
             raise self._no_worker() from None
         finally:
             self._workers.unsubscribe(inbox)
-            self.num_early -= 1
             self.num_waiting -= 1
 
     async def route(self, request: OpenRequest, attempt: int, refused: Mapping[str, float]) -> Route | None:

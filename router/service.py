@@ -9,12 +9,12 @@ from typing import Any
 import grpc
 
 from pdserve.core.clock import Clock
-from pdserve.core.errors import PdserveError, UnavailableError, UnimplementedError, UnknownError
+from pdserve.core.errors import CancelledError, PdserveError, UnavailableError, UnimplementedError, UnknownError
 from pdserve.core.sampling_proto import sampling_from_proto
 from pdserve.core.telemetry import RouterMetrics
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import REQUEST_ID, Tracing, request_attributes
-from pdserve.router.admission import Admitted, admit, check_envelope, check_request_id
+from pdserve.router.admission import Admitted, admit, check_envelope, check_prompt_length, check_request_id
 from pdserve.router.open_request import OpenRequest
 from pdserve.router.orchestrator import Orchestrator
 from pdserve.router.record import PHASES, TERMINAL_PHASE, RequestRecord, RequestState
@@ -25,8 +25,8 @@ from pdserve.router.worker_table import Limits, WorkerRow
 from pdserve.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 
 SERVICE_NAME = "pdserve.v1.Inference"
-INLINE_TOKENISE_CHARS = 4096
-"""Longer prompts are tokenised in a thread: the loop carries every other stream meanwhile."""
+INLINE_TOKENISE_BYTES = 4096
+"""Longer requests are tokenised in a thread: the loop carries every other stream meanwhile."""
 FOREVER_S = 1e8
 """gRPC says "no deadline" as a very distant one."""
 
@@ -77,25 +77,26 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         self, request: inference_pb2.GenerateRequest, context: Context
     ) -> AsyncIterator[inference_pb2.GenerateResponse]:
         """See inference.proto."""
-        opened = await self._open(request, context)
-        admitted = opened.admitted
-        try:
-            yield inference_pb2.GenerateResponse(
-                accepted=inference_pb2.Accepted(
-                    request_id=admitted.request_id,
-                    prompt_tokens=len(admitted.prompt_token_ids),
-                    model=admitted.model,
-                    seed=admitted.sampling.seed,
+        with self._orchestrator.call():
+            opened = await self._open(request, context)
+            admitted = opened.admitted
+            try:
+                yield inference_pb2.GenerateResponse(
+                    accepted=inference_pb2.Accepted(
+                        request_id=admitted.request_id,
+                        prompt_tokens=len(admitted.prompt_token_ids),
+                        model=admitted.model,
+                        seed=admitted.sampling.seed,
+                    )
                 )
-            )
-            while True:
-                item = await opened.stream.next()
-                if isinstance(item, inference_pb2.Finished):
-                    yield inference_pb2.GenerateResponse(finished=item)
-                    return
-                yield inference_pb2.GenerateResponse(delta=item)
-        finally:
-            opened.cancel("CLIENT_DISCONNECTED")  # means nothing once the request has ended
+                while True:
+                    item = await opened.stream.next()
+                    if isinstance(item, inference_pb2.Finished):
+                        yield inference_pb2.GenerateResponse(finished=item)
+                        return
+                    yield inference_pb2.GenerateResponse(delta=item)
+            finally:
+                opened.cancel("CLIENT_DISCONNECTED")  # means nothing once the request has ended
 
     async def Attach(self, request: inference_pb2.AttachRequest, context: Context) -> None:
         """See inference.proto."""
@@ -171,13 +172,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         try:
             admitted = await self._admit(request)
             span.set({**request_attributes(self._model, admitted.sampling, chat=chat), REQUEST_ID: admitted.request_id})
-            return await self._orchestrator.open(admitted, arrival_s=arrival_s, deadline_s=deadline_s, trace=report)
         except PdserveError as e:
             report.refused(e)
             raise
         except asyncio.CancelledError:
-            span.end(self._clock.now())
+            report.refused(CancelledError("the client left before its request was accepted"))
             raise
+        return await self._orchestrator.open(admitted, arrival_s=arrival_s, deadline_s=deadline_s, trace=report)
 
     async def _admit(self, request: inference_pb2.GenerateRequest) -> Admitted:
         self._orchestrator.check_open()
@@ -197,21 +198,16 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
     async def _tokenise(self, request: inference_pb2.GenerateRequest, limits: Limits) -> list[int]:
         form = request.WhichOneof("prompt")
         if form == "tokens":
+            check_prompt_length(len(request.tokens.token_ids), limits)  # before millions of them are copied
             return list(request.tokens.token_ids)
         tokenizer = self._tokenizer(limits)
-        if form == "text":
-            size = len(request.text)
 
-            def encode() -> list[int]:
+        def encode() -> list[int]:
+            if form == "text":
                 return tokenizer.encode(request.text)
-        else:
-            messages = [{"role": m.role, "content": m.content} for m in request.chat.messages]
-            size = sum(len(m["content"]) for m in messages)
+            return tokenizer.encode_chat([{"role": m.role, "content": m.content} for m in request.chat.messages])
 
-            def encode() -> list[int]:
-                return tokenizer.encode_chat(messages)
-
-        return encode() if size <= INLINE_TOKENISE_CHARS else await asyncio.to_thread(encode)
+        return encode() if request.ByteSize() <= INLINE_TOKENISE_BYTES else await asyncio.to_thread(encode)
 
 
 def _traceparent(context: Context) -> str:

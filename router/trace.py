@@ -29,6 +29,10 @@ class RequestTrace(Protocol):
         """W3C traceparent of the root span; empty: not traced."""
         ...
 
+    def refused(self, error: PdserveError) -> None:
+        """It was refused before it was accepted; nothing else is reported of it."""
+        ...
+
     def placed(self, route: Route, attempt: int, queue_s: float) -> None:
         """Workers were chosen; `queue_s` since arrival or since the last refusal."""
         ...
@@ -52,6 +56,9 @@ class NoTrace:
     """Reports nothing."""
 
     traceparent = ""
+
+    def refused(self, error: PdserveError) -> None:
+        """See `RequestTrace`."""
 
     def placed(self, route: Route, attempt: int, queue_s: float) -> None:
         """See `RequestTrace`."""
@@ -88,6 +95,11 @@ class RequestReport:
     def traceparent(self) -> str:
         """See `RequestTrace`."""
         return self._span.traceparent
+
+    def refused(self, error: PdserveError) -> None:
+        """See `RequestTrace`."""
+        self._metrics.requests.labels("refused", error.reason).inc()
+        self._span.end(self._clock.now(), error)
 
     def placed(self, route: Route, attempt: int, queue_s: float) -> None:
         """See `RequestTrace`."""
@@ -128,8 +140,3 @@ class RequestReport:
         )
         self._span.event(SpanEvent(FINISHED, now))
         self._span.end(now, error)
-
-    def refused(self, error: PdserveError) -> None:
-        """It was refused before it was accepted."""
-        self._metrics.requests.labels("refused", error.reason).inc()
-        self._span.end(self._clock.now(), error)

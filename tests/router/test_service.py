@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -15,16 +17,18 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError
 from pdserve.core.grpc_server import GrpcServer, error_from_rpc
 from pdserve.core.telemetry import RouterMetrics
-from pdserve.core.tokenizer import Tokenizer
+from pdserve.core.tokenizer import ChatMessages, Tokenizer
 from pdserve.core.tracing import Tracing
 from pdserve.router.config import RouterConfig
 from pdserve.router.orchestrator import Orchestrator
+from pdserve.router.output_stream import MAX_MERGED_TOKENS
 from pdserve.router.policy import least_loaded
 from pdserve.router.record import RequestState
-from pdserve.router.service import INLINE_TOKENISE_CHARS, SERVICE_NAME, InferenceService
+from pdserve.router.service import INLINE_TOKENISE_BYTES, SERVICE_NAME, InferenceService
 from pdserve.router.store_fake import FakeStore
 from pdserve.router.worker_fake import FakeWorkerClient
 from pdserve.router.worker_set import WorkerSet
+from pdserve.router.worker_table import Limits
 from pdserve.v1 import common_pb2, inference_pb2, inference_pb2_grpc
 from tests.router.test_worker_table import MODEL, facts
 from tests.router.world import ROLES, tokens
@@ -36,12 +40,34 @@ DEADLINE_S = 10.0
 class Served:
     """A router's API with one fake MIXED worker."""
 
+    orchestrator: Orchestrator
+
     def __init__(self, stub: inference_pb2_grpc.InferenceAsyncStub, workers: WorkerSet) -> None:
         self.stub = stub
         self.workers = workers
         self.store = FakeStore()
         self.worker = FakeWorkerClient("m0")
         self.prometheus = CollectorRegistry()
+        self.tokenised_in: list[str] = []
+        """Threads that tokenised."""
+
+    def tokenizer(self, limits: Limits) -> Tokenizer:
+        self.tokenised_in.clear()
+        threads, tokenizer = self.tokenised_in, Tokenizer.fake(limits.vocab_size)
+
+        class Watched(Tokenizer):
+            def __init__(self) -> None:
+                pass
+
+            def encode(self, text: str) -> list[int]:
+                threads.append(threading.current_thread().name)
+                return tokenizer.encode(text)
+
+            def encode_chat(self, messages: ChatMessages) -> list[int]:
+                threads.append(threading.current_thread().name)
+                return tokenizer.encode_chat(messages)
+
+        return Watched()
 
     async def submitted(self, request_id: str) -> None:
         """Waits until the worker has the request."""
@@ -67,7 +93,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @asynccontextmanager
-async def serve(*, with_worker: bool = True) -> AsyncIterator[Served]:
+async def serve(
+    *, with_worker: bool = True, max_queue: int = 100, no_worker_timeout_s: float = 0.05
+) -> AsyncIterator[Served]:
     server = GrpcServer([SERVICE_NAME], max_message_bytes=1 << 20)
     port = server.bind("127.0.0.1", 0)
     clock, workers = MonotonicClock(), WorkerSet(MODEL)
@@ -75,15 +103,16 @@ async def serve(*, with_worker: bool = True) -> AsyncIterator[Served]:
         served = Served(inference_pb2_grpc.InferenceStub(channel), workers)  # type: ignore[no-untyped-call]
         if with_worker:
             workers.session_open(served.worker, facts("m0", ROLES["m"], max_model_len=4096, num_pages=4096))
-        config = RouterConfig(no_worker_timeout_s=0.05)
+        config = RouterConfig(no_worker_timeout_s=no_worker_timeout_s, max_queue=max_queue)
         orchestrator = Orchestrator(config, "r0", clock, served.store, workers, least_loaded(), random.Random(1))
+        served.orchestrator = orchestrator
         inference_pb2_grpc.add_InferenceServicer_to_server(  # type: ignore[no-untyped-call]
             InferenceService(
                 MODEL,
                 orchestrator,
                 served.store,
                 workers,
-                lambda limits: Tokenizer.fake(limits.vocab_size),
+                served.tokenizer,
                 Tracing("router", "r0", None, clock),
                 RouterMetrics(served.prometheus),
                 clock,
@@ -98,9 +127,9 @@ async def serve(*, with_worker: bool = True) -> AsyncIterator[Served]:
             await server.stop(0)
 
 
-def run(test: Callable[[Served], Awaitable[None]], *, with_worker: bool = True) -> None:
+def run(test: Callable[[Served], Awaitable[None]], **options: Any) -> None:
     async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S), serve(with_worker=with_worker) as served:
+        async with asyncio.timeout(DEADLINE_S), serve(**options) as served:
             await test(served)
 
     asyncio.run(main())
@@ -152,7 +181,7 @@ def test_a_stream_and_its_record() -> None:
     [
         ({"tokens": common_pb2.TokenPrompt(token_ids=[5, 6])}, [5, 6]),
         ({"chat": common_pb2.ChatPrompt(messages=[common_pb2.ChatMessage(role="t7", content="t8")])}, [7, 8]),
-        ({"text": "t4 " * (INLINE_TOKENISE_CHARS // 3 + 1)}, [4] * (INLINE_TOKENISE_CHARS // 3 + 1)),
+        ({"text": "t4 " * (INLINE_TOKENISE_BYTES // 3 + 1)}, [4] * (INLINE_TOKENISE_BYTES // 3 + 1)),
     ],
     ids=["ids", "chat", "long text"],
 )
@@ -165,6 +194,57 @@ def test_prompt_in_each_form(fields: dict[str, object], expected: list[int]) -> 
         await s.gone("r")
 
     run(test)
+
+
+@pytest.mark.parametrize(
+    ("messages", "inline"),
+    [
+        ([("user", "t1")] * 3, True),
+        ([("user", "t1 " * (INLINE_TOKENISE_BYTES // 3 + 1))], False),
+        ([("t1", "")] * 2000, False),
+    ],
+    ids=["short", "long", "many"],
+)
+def test_only_short_requests_are_tokenised_on_the_loop(messages: list[tuple[str, str]], inline: bool) -> None:
+    async def test(s: Served) -> None:
+        chat = common_pb2.ChatPrompt(messages=[common_pb2.ChatMessage(role=r, content=c) for r, c in messages])
+        await s.stub.Generate(generate(chat=chat)).read()
+        assert (s.tokenised_in == [threading.current_thread().name]) is inline
+
+    run(test)
+
+
+def test_a_client_that_does_not_read_counts_until_it_leaves() -> None:
+    async def test(s: Served) -> None:
+        big, ids = "x" * (1 << 19), [1] * MAX_MERGED_TOKENS
+        stalled = s.stub.Generate(generate("stalled"))
+        await s.submitted("stalled")
+        for i in range(16):  # more than gRPC holds for a client that does not read
+            s.worker.output("stalled", tokens(i * len(ids), *ids, text=big, at=i * len(big), finish=i == 15))
+        await until(lambda: s.store.records["stalled"].state is RequestState.FINISHED)
+        error = await error_of(s.stub.Generate(generate("more")).read())
+        assert (error.status, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
+        assert (await stalled.read()).HasField("accepted")
+        for _ in range(16):
+            assert (await stalled.read()).delta.text == big
+        assert (await stalled.read()).HasField("finished")
+        assert await stalled.read() == grpc.aio.EOF
+        assert (await s.stub.Generate(generate("more")).read()).HasField("accepted")
+
+    run(test, max_queue=1)
+
+
+def test_a_client_that_leaves_before_it_is_accepted_is_counted_once() -> None:
+    async def test(s: Served) -> None:
+        waiting = s.stub.Generate(generate())
+        reading = asyncio.create_task(waiting.read())
+        await until(lambda: s.orchestrator.num_queued == 1)
+        waiting.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        await until(lambda: s.ended("refused") == 1)
+        assert s.ended("cancelled") == 0
+
+    run(test, with_worker=False, no_worker_timeout_s=60.0)
 
 
 def test_cancel_ends_the_stream_properly_and_is_idempotent() -> None:
