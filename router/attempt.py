@@ -34,7 +34,7 @@ _PLACED, _TERMINAL = 1, 3
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The decode worker had no room; no token was released.
+    """The decode worker had no room, or one of the two drains; no token was released.
 
     Attributes:
         worker_id: Who refused.
@@ -181,13 +181,15 @@ class Attempt:
         if isinstance(event, WorkersChanged) or event.attempt != self._ids.attempt:
             return None
         if isinstance(event, Died):
-            self._died(event)
-            return None
+            return self._died(event)
         if isinstance(event, Reservation):
             return self._reservation(event.result)
         if event.output.HasField("failed"):
             self._alive.discard(event.worker_id)
-            raise self._named(error_from_detail(event.output.failed))
+            error = error_from_detail(event.output.failed)
+            if self._may_move(event.worker_id, error):
+                return Refused(event.worker_id, 0.0)
+            raise self._named(error)
         if self._route.prefill is not None and event.worker_id == self._route.prefill.worker_id:
             return self._from_prefill(event)
         if self._route.prefill is not None and not self._progress.num_tokens:
@@ -195,11 +197,20 @@ class Attempt:
             return None
         return self._from_decode(event)
 
-    def _died(self, event: Died) -> None:
+    def _died(self, event: Died) -> Outcome | None:
         self._alive.discard(event.worker_id)
-        if event.worker_id == self._route.decode.worker_id or self._first is None:
-            raise event.error
-        # P died after its token: D has all pages, or says what it misses.
+        if event.worker_id != self._route.decode.worker_id and self._first is not None:
+            return None  # P died after its token: D has all pages, or says what it misses
+        if self._may_move(event.worker_id, event.error):
+            return Refused(event.worker_id, 0.0)
+        raise event.error
+
+    def _may_move(self, worker_id: str, error: PdserveError) -> bool:
+        """True when a worker that drains did not take the request, and no token was released: another may have it."""
+        if error.reason != "DRAINING" or self._progress.num_tokens:
+            return False
+        self._table.set_draining(worker_id, True)
+        return True
 
     def _reservation(self, result: worker_pb2.ReservationResult) -> Outcome | None:
         if result.reserved:

@@ -130,6 +130,7 @@ class GrpcWorkerClient:
         self._leases: set[str] = set()
         self._outgoing: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
         self._silent_ticks = 0
+        self._draining = False
         self._error: PdserveError | None = None
 
     # ---- WorkerClient
@@ -284,7 +285,8 @@ class GrpcWorkerClient:
                 answer.set_result(True)
         elif kind == "heartbeat":
             self._owner.worker_loaded(self.worker_id, _load(message.heartbeat.load))
-            self._owner.worker_draining(self.worker_id, message.heartbeat.draining)
+            self._draining = message.heartbeat.draining
+            self._owner.worker_draining(self.worker_id, self._draining)
         else:
             _log.warning("worker %s sent %s, which is not expected here", self.worker_id, kind)
 
@@ -310,7 +312,7 @@ class GrpcWorkerClient:
         return UnavailableError(
             f"{listed.role} worker {listed.worker_id} at {listed.address} {how}; send the request again "
             "(the worker's log says why it ended)",
-            reason="WORKER_DIED",
+            reason="DRAINING" if self._draining else "WORKER_DIED",
         )
 
 

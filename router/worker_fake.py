@@ -64,8 +64,8 @@ class FakeWorkerClient:
         """Sends news of a sequence."""
         self._inboxes[request_id, attempt].put(Output(self.worker_id, attempt, output))
 
-    def die(self) -> None:
+    def die(self, reason: str = "WORKER_DIED") -> None:
         """Ends the session."""
-        self._error = UnavailableError(f"worker {self.worker_id} is gone; send the request again", reason="WORKER_DIED")
+        self._error = UnavailableError(f"worker {self.worker_id} is gone; send the request again", reason=reason)
         for (_, attempt), inbox in self._inboxes.items():
             inbox.put(Died(self.worker_id, attempt, self._error))

@@ -295,6 +295,49 @@ def test_death_at_each_phase(phase: str, victim: str) -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("victim", ["p0", "d0"])
+@pytest.mark.parametrize("how", ["refuses", "ends"])
+def test_a_worker_that_drains_passes_the_request_on(victim: str, how: str) -> None:
+    """The Submit was on its way when the worker began to drain: another takes the request, the client sees nothing."""
+
+    async def main() -> None:
+        w = World("p0", "d0")
+        opened = await w.open()
+        w.connect(victim[0] + "1")
+        if how == "refuses":
+            w.clients[victim].output("r", failed("DRAINING"))
+        else:
+            w.die(victim, "DRAINING")
+        await w.settle()
+        p, d = ("p1", "d0") if victim == "p0" else ("p0", "d1")
+        assert w.clients[p].submits.keys() == w.clients[d].submits.keys() == {("r", 2)}
+        w.clients[d].reserve("r", 2)
+        w.clients[p].output("r", tokens(0, 10), 2)
+        w.clients[d].output("r", tokens(1, 11, 12, 13, finish=True), 2)
+        ids, finished = await read_all(opened)
+        assert (ids, finished.attempt) == ([10, 11, 12, 13], 2)
+        w.check_clean()
+
+    run_virtual(main())
+
+
+def test_a_worker_that_ends_while_it_drains_fails_what_has_begun() -> None:
+    async def main() -> None:
+        w = World("p0", "d0", "d1")
+        opened = await w.open()
+        d = next(name for name in ("d0", "d1") if w.clients[name].submits)
+        w.clients[d].reserve("r")
+        w.clients["p0"].output("r", tokens(0, 10))
+        await w.settle()
+        w.die(d, "DRAINING")
+        with pytest.raises(UnavailableError) as caught:
+            await read_all(opened)
+        assert caught.value.reason == "DRAINING"
+        w.check_clean()
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("who", ["p0", "d0"])
 def test_failed_output_ends_the_other_side(who: str) -> None:
     async def main() -> None:

@@ -217,6 +217,11 @@ def test_heartbeats_renew_held_leases_and_draining_is_heard() -> None:
         router.client.drop_lease("t1")
         worker.send(heartbeat=worker_pb2.WorkerHeartbeat(draining=True, load=worker_pb2.Load(num_waiting=3)))
         await router.until("draining")
+        inbox = Inbox()
+        router.client.submit(submit(), inbox)
+        worker.outgoing.put_nowait(None)
+        died = await asyncio.wait_for(inbox.get(), 5)
+        assert isinstance(died, Died) and died.error.reason == "DRAINING", "another worker may take the request"
 
     run(test)
 

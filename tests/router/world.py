@@ -50,9 +50,9 @@ class World:
         self.workers.session_open(client, facts(name, ROLES[name[0]]))
         return client
 
-    def die(self, name: str) -> None:
+    def die(self, name: str, reason: str = "WORKER_DIED") -> None:
         """As the real client does it: attempts hear of it, then the table."""
-        self.clients[name].die()
+        self.clients[name].die(reason)
         self.workers.session_closed(name)
 
     async def open(
