@@ -211,7 +211,10 @@ class RouterMetrics:
             "pdserve_router_handoff_gap_seconds", "Gap between tokens 1 and 2", buckets=_TTFT_S, registry=r
         )
         self.store_errors = Counter(
-            "pdserve_router_store_errors_total", "Failed operations on Redis", ["operation"], registry=r
+            "pdserve_router_store_errors_total",
+            "Failed operations on Redis: create, update, get, delete; dropped and refused changes of records",
+            ["operation"],
+            registry=r,
         )
 
     def set_info(self, *, router_id: str, model: str) -> None:

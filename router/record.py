@@ -50,8 +50,8 @@ class RequestRecord:
         request_digest: SHA-256 of the client's message, for idempotency.
         tenant: Whose request it is.
         deadline_ms: Time that the request had left at acceptance; 0: no deadline.
-        sampling: Serialised `pdserve.v1.SamplingParams`.
-        prompt: Prompt ids as little-endian uint32.
+        sampling: Serialised `pdserve.v1.SamplingParams`; erased at the end.
+        prompt: Prompt ids as little-endian uint32; erased at the end.
         prefill_worker: Where the prompt is computed; empty: none yet.
         decode_worker: Where tokens are generated; empty: none yet.
         emitted_tokens: Tokens released to the client.

@@ -170,6 +170,7 @@ class RedisRequestStore:
         older = self._pending.get(change.request_id)
         if older is None and len(self._pending) >= self._max_pending:
             self.num_dropped += 1
+            self._metrics.store_errors.labels("dropped").inc()
             _log.error("record of %s stays behind: %d changes wait for the store", change.request_id, self._max_pending)
             return
         self._pending[change.request_id] = change.merged(older) if older else change
@@ -220,7 +221,8 @@ class RedisRequestStore:
         for (_, reply), result in zip(batch, results, strict=True):
             if reply.done():  # its caller is gone
                 continue
-            if isinstance(result, ResponseError):
+            if isinstance(result, ResponseError):  # e.g. out of memory
+                self._metrics.store_errors.labels("create").inc()
                 reply.set_exception(_unavailable(result))
             else:
                 reply.set_result(result)
@@ -273,11 +275,14 @@ class RedisRequestStore:
             results = await self._call("update", pipe.execute(raise_on_error=False))
         failed: ResponseError | None = None
         for change, result in zip(batch, results, strict=True):
-            if isinstance(result, ResponseError):  # e.g. out of memory, or a replica: later
-                failed = result
-                continue
+            if isinstance(result, ResponseError):
+                self._metrics.store_errors.labels("update").inc()
+                if not str(result).startswith("WRONGTYPE"):  # e.g. out of memory, or a replica: later
+                    failed = result
+                    continue
             if result != 1:
                 self.num_refused += 1
+                self._metrics.store_errors.labels("refused").inc()
                 _log.warning("record of %s not changed to %s: %s", change.request_id, change.state, result)
             del self._writing[change.request_id]
         async with self._idle:

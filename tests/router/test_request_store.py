@@ -75,6 +75,8 @@ def test_a_whole_life(server: RedisServer) -> None:
         store.update(change(name, S.FINISHED, epoch, finish_reason="stop", emitted_tokens="4"))
         got = await store.get(name)
         assert (got.state, got.emitted_tokens, got.decode_worker) == (S.FINISHED, 4, "d0")
+        assert (got.prompt, got.sampling) == (b"", b""), "nobody needs them any more"
+        assert got.request_digest == b"\x00\xff"
         redis = Redis.from_url(server.url)
         assert 0 < await redis.ttl(record_key(name)) <= 60
         await redis.aclose()
@@ -205,6 +207,69 @@ def test_foreign_value_is_a_typed_error(server: RedisServer) -> None:
             await store.get(name)
         await redis.delete(record_key(name))
         await redis.aclose()
+
+    run(server.url, test)
+
+
+def test_a_foreign_value_holds_up_no_other_record(server: RedisServer) -> None:
+    ours, theirs = next(_names), next(_names)
+
+    async def test(store: RedisRequestStore) -> None:
+        epoch = await store.create(record(ours))
+        redis = Redis.from_url(server.url)
+        await redis.set(record_key(theirs), "not a hash")
+        store.update(change(theirs, S.FINISHED, 1))
+        store.update(change(ours, S.FINISHED, epoch))
+        assert (await store.get(ours)).state is S.FINISHED
+        async with asyncio.timeout(10):
+            await store._flush(None)
+        assert store.num_refused == 1
+        await redis.delete(record_key(theirs))
+        await redis.aclose()
+
+    run(server.url, test)
+
+
+def test_a_full_store_is_told_and_counted_and_changes_wait_for_room() -> None:
+    with redis_process() as server:
+
+        async def test(store: RedisRequestStore) -> None:
+            epoch = await store.create(record("a"))
+            redis = Redis.from_url(server.url)
+            await redis.config_set("maxmemory", 1)
+            with pytest.raises(UnavailableError) as caught:
+                await store.create(record("b"))
+            assert caught.value.reason == "STORE_UNAVAILABLE"
+            store.update(change("a", S.FINISHED, epoch))
+            await store._flush(None)
+            await redis.config_set("maxmemory", 0)
+            async with asyncio.timeout(10):
+                while (await store.get("a")).state is not S.FINISHED:
+                    pass
+            await redis.aclose()
+            samples = (s for m in store._metrics.store_errors.collect() for s in m.samples)
+            errors = {s.labels["operation"]: s.value for s in samples if s.name.endswith("_total")}
+            assert errors["create"] == 1
+            assert errors["update"] >= 1
+
+        run(server.url, test)
+
+
+def test_two_routers_that_are_sent_the_same_id_make_one_request(server: RedisServer) -> None:
+    names = [next(_names) for _ in range(50)]
+
+    async def test(one: RedisRequestStore) -> None:
+        other = RedisRequestStore(
+            server.url, MonotonicClock(), record_ttl_s=60, max_pending=9, metrics=RouterMetrics(CollectorRegistry())
+        )
+        await other.start()
+        try:
+            both = [store.create(record(n)) for n in names for store in (one, other)]
+            told = await asyncio.gather(*both, return_exceptions=True)
+        finally:
+            await other.close()
+        for pair in zip(told[::2], told[1::2], strict=True):
+            assert sorted(type(t).__name__ for t in pair) == ["DuplicateRequestError", "int"]
 
     run(server.url, test)
 
