@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.core.config import ServiceConfig, check, option
+from pdserve.core.errors import ConfigError
 
 DEFAULT_PORT = 50051
 
@@ -40,3 +41,8 @@ class RouterConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.worker_timeout_s < 2 * self.heartbeat_s:
+            raise ConfigError(
+                f"worker_timeout_s is {self.worker_timeout_s:g} and heartbeat_s {self.heartbeat_s:g}: give a worker "
+                "time for two signs of life at least"
+            )

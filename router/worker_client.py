@@ -180,7 +180,7 @@ class GrpcWorkerClient:
 
     async def run(self) -> PdserveError:
         """Connects, serves the session and returns why it ended."""
-        error: PdserveError = UnavailableError("the router stops", reason="DRAINING")
+        error: PdserveError = UnavailableError("this router stops; send the request to another", reason="ROUTER_STOPS")
         try:
             error = await self._session()
         finally:
