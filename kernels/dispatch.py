@@ -1,4 +1,4 @@
-"""Chooses the implementation of each kernel by device. Only the torch reference exists so far; it runs anywhere."""
+"""Chooses the implementation of each kernel by device: Triton for GPUs, the torch reference for all else."""
 
 from __future__ import annotations
 
@@ -47,6 +47,9 @@ _REFERENCE = Kernels(reference.store_kv, reference.paged_attention)
 
 
 def kernels_for(where: device) -> Kernels:
-    """The kernels that fit a device."""
-    del where  # every device has the reference only
-    return _REFERENCE
+    """The kernels that fit a device. Triton is imported only for a GPU ("cuda", which is also AMD's name in torch)."""
+    if where.type != "cuda":
+        return _REFERENCE
+    from pdserve.kernels import gpu
+
+    return Kernels(gpu.store_kv, gpu.paged_attention)
