@@ -69,6 +69,8 @@ class Orchestrator:
         self._num_calls = 0
         self._open: dict[str, OpenRequest] = {}
         self._lives: set[asyncio.Task[None]] = set()
+        self._quiet = asyncio.Event()  # no life and no call
+        self._quiet.set()
         self._draining = False
 
     @property
@@ -105,10 +107,12 @@ class Orchestrator:
         read by its client is bounded too.
         """
         self._num_calls += 1
+        self._quiet.clear()
         try:
             yield
         finally:
             self._num_calls -= 1
+            self._note_quiet()
 
     def check_open(self) -> None:
         """Refuses early, before any work is done for a request.
@@ -164,6 +168,7 @@ class Orchestrator:
         self._open[admitted.request_id] = request
         life = asyncio.create_task(self._life(request), name=f"request-{admitted.request_id}")
         self._lives.add(life)
+        self._quiet.clear()
         life.add_done_callback(lambda task: self._buried(task, request))
         try:
             await asyncio.shield(request.accepted)
@@ -177,12 +182,10 @@ class Orchestrator:
         self._draining = True
 
     async def drain(self, grace_s: float) -> None:
-        """Lets running requests end for `grace_s` seconds, then ends them with UNAVAILABLE."""
+        """Lets requests end and clients read their ends for `grace_s` seconds, then ends them with UNAVAILABLE."""
         self.begin_drain()
-        if not self._lives:
-            return
         try:
-            await self._clock.wait_for(asyncio.wait(list(self._lives)), grace_s)
+            await self._clock.wait_for(self._quiet.wait(), grace_s)
         except TimeoutError:
             for request in list(self._open.values()):
                 error = UnavailableError("this router was shut down; send the request to another", reason="DRAINING")
@@ -249,6 +252,7 @@ class Orchestrator:
     def _buried(self, life: asyncio.Task[None], request: OpenRequest) -> None:
         """A life that ended by a fault of ours still ends its stream."""
         self._lives.discard(life)
+        self._note_quiet()
         fault = None if life.cancelled() else life.exception()
         if fault is None and not life.cancelled():
             return
@@ -262,6 +266,10 @@ class Orchestrator:
             request.trace.refused(error)
             request.accepted.set_exception(error)
             request.accepted.exception()  # the caller may be gone
+
+    def _note_quiet(self) -> None:
+        if not self._lives and not self._num_calls:
+            self._quiet.set()
 
     def _check_new(self, admitted: Admitted) -> None:
         self.check_open()

@@ -77,6 +77,15 @@ class Served:
         """Waits until the worker has the request no more."""
         await until(lambda: (request_id, 1) not in self.worker.submits)
 
+    async def ended_unread(self, request_id: str) -> None:
+        """Ends a request with more output than gRPC holds for a client that does not read."""
+        text, ids = "x" * (1 << 19), [1] * MAX_MERGED_TOKENS
+        await self.submitted(request_id)
+        for i in range(16):
+            output = tokens(i * len(ids), *ids, text=text, at=i * len(text), finish=i == 15)
+            self.worker.output(request_id, output)
+        await until(lambda: self.store.records[request_id].state is RequestState.FINISHED)
+
     def ended(self, outcome: str) -> float:
         samples = [s for m in self.prometheus.collect() for s in m.samples]
         return sum(
@@ -216,22 +225,31 @@ def test_only_short_requests_are_tokenised_on_the_loop(messages: list[tuple[str,
 
 def test_a_client_that_does_not_read_counts_until_it_leaves() -> None:
     async def test(s: Served) -> None:
-        big, ids = "x" * (1 << 19), [1] * MAX_MERGED_TOKENS
         stalled = s.stub.Generate(generate("stalled"))
-        await s.submitted("stalled")
-        for i in range(16):  # more than gRPC holds for a client that does not read
-            s.worker.output("stalled", tokens(i * len(ids), *ids, text=big, at=i * len(big), finish=i == 15))
-        await until(lambda: s.store.records["stalled"].state is RequestState.FINISHED)
+        await s.ended_unread("stalled")
         error = await error_of(s.stub.Generate(generate("more")).read())
         assert (error.status, error.reason) == ("RESOURCE_EXHAUSTED", "QUEUE_FULL")
-        assert (await stalled.read()).HasField("accepted")
-        for _ in range(16):
-            assert (await stalled.read()).delta.text == big
-        assert (await stalled.read()).HasField("finished")
-        assert await stalled.read() == grpc.aio.EOF
+        messages = [m async for m in stalled]
+        assert len(messages) == 1 + 16 + 1
+        assert messages[-1].HasField("finished")
         assert (await s.stub.Generate(generate("more")).read()).HasField("accepted")
 
     run(test, max_queue=1)
+
+
+def test_a_drain_waits_for_a_client_that_still_reads() -> None:
+    async def test(s: Served) -> None:
+        slow = s.stub.Generate(generate())
+        await s.ended_unread("r")
+        draining = asyncio.create_task(s.orchestrator.drain(60.0))
+        error = await error_of(s.stub.Generate(generate("late")).read())
+        assert (error.status, error.reason) == ("UNAVAILABLE", "DRAINING")
+        assert not draining.done()
+        messages = [m async for m in slow]
+        assert messages[-1].HasField("finished")
+        await draining
+
+    run(test)
 
 
 def test_a_client_that_leaves_before_it_is_accepted_is_counted_once() -> None:
