@@ -6,6 +6,7 @@ answers UNAVAILABLE with reason LOADING, so that a port can be bound before a mo
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import secrets
@@ -36,6 +37,7 @@ from pdserve.v1 import common_pb2
 REASON_KEY = "pdserve-reason"
 RETRY_AFTER_KEY = "pdserve-retry-after-ms"
 KEEPALIVE_S = 10.0
+STOP_TIMEOUT_S = 3.0
 MAX_DETAILS_BYTES = 1500  # details travel percent-encoded (up to 3 bytes each) in a header; 8 KiB is the usual limit
 
 _log = logging.getLogger(__name__)
@@ -314,5 +316,14 @@ class GrpcServer:
             await self.set_serving(name, ready)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls, gives running ones `grace_s` seconds, then cancels them."""
-        await self._server.stop(grace_s)
+        """Refuses new calls, gives running ones `grace_s` seconds, then cancels them; bounded, whatever gRPC does.
+
+        gRPC has been seen to wait forever for connections that never became one (strangers' bytes on the port).
+        """
+        stopping = asyncio.create_task(self._server.stop(grace_s))
+        await asyncio.wait({stopping}, timeout=grace_s + STOP_TIMEOUT_S)
+        if stopping.done():
+            stopping.result()
+        else:
+            _log.warning("the gRPC server did not stop within %g s; going on without it", grace_s + STOP_TIMEOUT_S)
+            stopping.cancel()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from contextlib import asynccontextmanager
+from unittest.mock import Mock
 
 import grpc
 import pytest
@@ -236,3 +237,18 @@ def test_error_detail_round_trip(error):
         error.message,
         error.retry_after_s,
     )
+
+
+def test_stop_is_bounded_when_grpc_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        server = GrpcServer([], max_message_bytes=1 << 20)
+        server.bind("127.0.0.1", 0)
+        await server.start()
+        stop = server._server.stop
+        monkeypatch.setattr("pdserve.core.grpc_server.STOP_TIMEOUT_S", 0.05)
+        monkeypatch.setattr(server, "_server", Mock(stop=lambda grace_s: asyncio.Event().wait()))
+        async with asyncio.timeout(10):
+            await server.stop(0)
+        await stop(0)
+
+    asyncio.run(main())
