@@ -32,7 +32,7 @@ from pdserve.bench.gil_engine import Case
 from pdserve.bench.gil_host import host_main
 from pdserve.bench.report import Report, Row, print_report, write_json
 from pdserve.bench.serve_args import positive
-from pdserve.cli.arguments import Parser
+from pdserve.core.config import Parser
 from pdserve.core.errors import ConfigError, EngineError
 from pdserve.v1 import worker_pb2_grpc
 

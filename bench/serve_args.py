@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
-from pdserve.cli.arguments import Parser, add_router
+from pdserve.cli.arguments import add_router
+from pdserve.core.config import Parser
 
 _EPILOG = """examples, with a system started by 'pdserve up':
   pdserve bench serve --num-prompts 20 --request-rate 2 --random-input-len 64 --random-output-len 32

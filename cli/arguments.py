@@ -3,36 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import os
-import re
-from typing import NoReturn
 
 from pdserve.core.errors import ConfigError
 
 DEFAULT_ROUTER = "127.0.0.1:50051"
 ROUTER_ENV = "PDSERVE_ROUTER"
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose refusals say what to do: a close flag, and where the help is."""
-
-    def __init__(self, prog: str, description: str, epilog: str = "") -> None:
-        super().__init__(
-            prog=prog,
-            description=description,
-            epilog=epilog,
-            allow_abbrev=False,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-
-    def error(self, message: str) -> NoReturn:
-        """Exits with status 2."""
-        known = list(self._option_string_actions)
-        flags = [f for f in re.findall(r"--[\w-]+", message) if f not in known]
-        close = [c for f in flags for c in difflib.get_close_matches(f, known, n=1)]
-        hint = f"did you mean {' '.join(close)}? " if close else ""
-        self.exit(2, f"{self.prog}: {message}\n{hint}Try '{self.prog} --help'.\n")
 
 
 def add_router(parser: argparse._ActionsContainer) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from pdserve.cli.arguments import Parser
 from pdserve.cli.progress import RichProgress
+from pdserve.core.config import Parser
 
 
 def main(argv: Sequence[str]) -> int:

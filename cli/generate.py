@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import cast
 
-from pdserve.cli.arguments import Parser, add_router, router_addresses
+from pdserve.cli.arguments import add_router, router_addresses
 from pdserve.cli.timings import timing_lines
 from pdserve.client import Client, RequestOptions, Result, TokenStream
+from pdserve.core.config import Parser
 from pdserve.core.errors import ConfigError
 
 _OPTIONS: tuple[tuple[str, type, str], ...] = (

@@ -8,9 +8,10 @@ from dataclasses import asdict
 
 import grpc
 
-from pdserve.cli.arguments import Parser, add_router, router_addresses
+from pdserve.cli.arguments import add_router, router_addresses
 from pdserve.client import Client, ModelInfo, PdserveError
 from pdserve.client.endpoints import CHANNEL_OPTIONS
+from pdserve.core.config import Parser
 
 READY_SERVICE = "pdserve.v1.Inference"
 HEALTH_TIMEOUT_S = 5.0

@@ -7,7 +7,9 @@ the objects, whose `__post_init__` may check further. Unknown keys are errors. N
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
+import re
 import sys
 import tomllib
 import types
@@ -15,12 +17,33 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pdserve.core.errors import ConfigError
 
 ENV_PREFIX = "PDSERVE_"
 C = TypeVar("C")
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose refusals say what to do: a close flag, and where the help is."""
+
+    def __init__(self, prog: str, description: str, epilog: str = "") -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2."""
+        known = list(self._option_string_actions)
+        flags = [f for f in re.findall(r"--[\w-]+", message) if f not in known]
+        close = [c for f in flags for c in difflib.get_close_matches(f, known, n=1)]
+        hint = f"did you mean {' '.join(close)}? " if close else ""
+        self.exit(2, f"{self.prog}: {message}\n{hint}Try '{self.prog} --help'.\n")
 
 
 def option(
@@ -99,9 +122,7 @@ def load(
 
 def build_parser(prog: str, description: str, sections: Mapping[str, type]) -> argparse.ArgumentParser:
     """The argument parser of `load`, for commands that add arguments of their own."""
-    parser = argparse.ArgumentParser(
-        prog=prog, description=description, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser(prog, description)
     parser.add_argument("--config", metavar="FILE", help="TOML file with any of the options below (names with _ or -)")
     for title, cls in sections.items():
         group = parser.add_argument_group(title)
@@ -138,7 +159,7 @@ def from_namespace(
     return built
 
 
-def run_main(prog: str, main: typing.Callable[[], int]) -> typing.NoReturn:
+def run_main(prog: str, main: typing.Callable[[], int]) -> NoReturn:
     """Runs a command: typed errors become one line on stderr and exit status 2 (config) or 1."""
     try:
         sys.exit(main())

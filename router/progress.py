@@ -77,7 +77,7 @@ class Progress:
         t.e2e_s = self._clock.now() - self._arrival_s
         if self._first_s is not None:
             t.ttft_s = self._first_s - self._arrival_s
-            if self._second_s is not None:
+            if self._second_s is not None and t.transfer_bytes:  # else nothing was handed off
                 t.handoff_gap_s = self._second_s - self._first_s
             if self.num_tokens > 1:
                 t.tpot_s = (self._last_s - self._first_s) / (self.num_tokens - 1)
