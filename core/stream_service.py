@@ -102,6 +102,7 @@ class StreamService(ABC, Generic[S, E]):
         self._tokenizer, self._clock, self._metrics, self._tracing = tokenizer, clock, metrics, tracing
         self._streams: StreamTable[S] = StreamTable()
         self._failure: EngineError | None = None
+        observe_step(metrics, engine.load(), 0, 0.0)  # pages are reported before the first step too
 
     @abstractmethod
     def _on_event(self, stream: S, event: E, batch: StepBatch, now: float, step_began: float) -> None:

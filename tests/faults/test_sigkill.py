@@ -75,6 +75,7 @@ def test_killed_worker(deployment: Deployment, victim: str) -> None:
         survivor_pid = deployment.children[survivor].pid
         deployment.start_worker(victim).wait_ready(60)
         wait_until(lambda: any(m.ready for m in client.models()), 20, "the router to have a route again")
+        assert deployment.all_pages_free(victim), "reported before its first step"
         assert len(client.generate(prompt_token_ids=[7] * 40, max_tokens=8, ignore_eos=True).token_ids) == 8
         assert deployment.children[survivor].pid == survivor_pid
         assert deployment.children[survivor].returncode is None
