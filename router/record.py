@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 
 from pdserve.core.errors import PdserveError
@@ -108,6 +108,37 @@ class RecordChange:
             state=self.state,
             fields={**older.fields, **self.fields},
         )
+
+
+_BINARY = frozenset({"request_digest", "sampling", "prompt"})
+_NUMBERS = frozenset({"attempt", "owner_epoch", "deadline_ms", "emitted_tokens"})
+
+
+def record_to_hash(record: RequestRecord) -> list[str | bytes]:
+    """Field, value, field, value, … of a new record's hash. The store adds `owner_epoch`; the key has the id."""
+    flat: list[str | bytes] = ["phase", str(PHASES[record.state])]
+    for f in fields(record):
+        if f.name not in ("request_id", "owner_epoch"):
+            value = getattr(record, f.name)
+            flat += [f.name, value if isinstance(value, bytes) else str(value)]
+    return flat
+
+
+def record_from_hash(request_id: str, raw: Mapping[bytes, bytes]) -> RequestRecord:
+    """A record from its hash; it has a state, other fields that are missing have their default."""
+    values: dict[str, object] = {}
+    for f in fields(RequestRecord):
+        value = raw.get(f.name.encode())
+        if value is None:
+            continue
+        if f.name in _BINARY:
+            values[f.name] = value
+        elif f.name in _NUMBERS:
+            values[f.name] = int(value)
+        else:
+            values[f.name] = value.decode()
+    values["state"] = RequestState(str(values["state"]))
+    return RequestRecord(request_id=request_id, **values)  # type: ignore[arg-type]
 
 
 class DuplicateRequestError(PdserveError):

@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Mapping
-from dataclasses import fields
+from collections.abc import Awaitable
 from importlib.resources import files
 from typing import Any, Protocol
 
@@ -33,6 +32,8 @@ from pdserve.router.record import (
     RequestRecord,
     RequestState,
     duplicate_error,
+    record_from_hash,
+    record_to_hash,
 )
 
 OPEN_TTL_S = 24 * 3600
@@ -43,8 +44,6 @@ MIN_RETRY_S, MAX_RETRY_S = 0.05, 1.0
 FLUSH_TIMEOUT_S = 2.0
 
 _log = logging.getLogger(__name__)
-_BINARY = frozenset({"request_digest", "sampling", "prompt"})
-_NUMBERS = frozenset({"attempt", "owner_epoch", "deadline_ms", "emitted_tokens"})
 
 
 class RequestStore(Protocol):
@@ -185,7 +184,7 @@ class RedisRequestStore:
                 f"no request {request_id!r} is stored; records of ended requests are kept for {self._ttl_s} s",
                 reason="UNKNOWN_REQUEST",
             )
-        return _from_hash(request_id, raw)
+        return record_from_hash(request_id, raw)
 
     async def delete(self, request_id: str) -> bool:
         """See `RequestStore`."""
@@ -209,7 +208,7 @@ class RedisRequestStore:
         try:
             async with self._redis.pipeline(transaction=False) as pipe:
                 for record, _ in batch:
-                    pipe.eval(self._create, 1, record_key(record.request_id), str(OPEN_TTL_S), *_to_hash(record))
+                    pipe.eval(self._create, 1, record_key(record.request_id), str(OPEN_TTL_S), *record_to_hash(record))
                 results = await self._call("create", pipe.execute(raise_on_error=False))
         except UnavailableError as e:
             failed = [*batch, *self._new]  # whoever waits behind them would only wait longer for the same answer
@@ -319,28 +318,3 @@ def _unavailable(error: BaseException) -> UnavailableError:
         reason="STORE_UNAVAILABLE",
         retry_after_s=1.0,
     )
-
-
-def _to_hash(record: RequestRecord) -> list[str | bytes]:
-    flat: list[str | bytes] = ["phase", str(PHASES[record.state])]
-    for f in fields(record):
-        if f.name not in ("request_id", "owner_epoch"):  # the key; what the store decides
-            value = getattr(record, f.name)
-            flat += [f.name, value if isinstance(value, bytes) else str(value)]
-    return flat
-
-
-def _from_hash(request_id: str, raw: Mapping[bytes, bytes]) -> RequestRecord:
-    values: dict[str, object] = {}
-    for f in fields(RequestRecord):
-        value = raw.get(f.name.encode())
-        if value is None:
-            continue
-        if f.name in _BINARY:
-            values[f.name] = value
-        elif f.name in _NUMBERS:
-            values[f.name] = int(value)
-        else:
-            values[f.name] = value.decode()
-    values["state"] = RequestState(str(values["state"]))
-    return RequestRecord(request_id=request_id, **values)  # type: ignore[arg-type]
