@@ -14,6 +14,7 @@ from pdserve.core.errors import RequestError, UnimplementedError
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
+MAX_STOP_TOKEN_IDS = 256
 DEFAULT_MAX_TOKENS = 256
 
 _NOT_HONOURED = (
@@ -46,7 +47,7 @@ class SamplingParams:
         repetition_penalty: Not honoured yet.
         seed: Noise key in [0, 2**64); None: drawn at the entrance.
         stop: Strings that end the stream.
-        stop_token_ids: Token ids that end the stream.
+        stop_token_ids: Token ids that end the stream; at most `MAX_STOP_TOKEN_IDS`.
         include_stop_str_in_output: Keep the matched stop string in the text.
         ignore_eos: Do not stop at the end-of-sequence token.
         max_tokens: Tokens to generate at most, >= 1; None: `DEFAULT_MAX_TOKENS` or what the context leaves.
@@ -121,6 +122,8 @@ class SamplingParams:
             _refuse("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
         if any(not s or len(s) > MAX_STOP_STRING_CHARS for s in self.stop):
             _refuse("stop", list(self.stop), f"non-empty strings of at most {MAX_STOP_STRING_CHARS} characters")
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            _refuse("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}")
         if any(t < 0 for t in self.stop_token_ids):
             _refuse("stop_token_ids", list(self.stop_token_ids), "token ids >= 0")
 
