@@ -334,15 +334,16 @@ class TransferServer(rpc.KvTransferServicer):
 
     async def _on_open(self, stream: _Stream, message: pb.OpenTransfer) -> None:
         transfer_id, entry = message.transfer_id, self._entries.get(message.transfer_id)
-        if entry is not None and entry.stream is None:
+        over = entry.transfer.reason if entry is not None and entry.transfer.state in handoff.TERMINAL else None
+        if entry is not None and entry.stream is None and over is None:
             self._open(transfer_id, stream, message.num_cached_pages)
             return
-        reason = self._ended.get(transfer_id, "UNKNOWN_TRANSFER")
         fits = 0 < len(transfer_id) <= MAX_TRANSFER_ID_BYTES and len(stream.pending) < self._max_pending_opens
         if entry is None and transfer_id not in self._ended and fits:
             deadline_s = self._clock.now() + self._pending_open_s
             stream.pending.setdefault(transfer_id, (message.num_cached_pages, deadline_s))
             return
+        reason = over or self._ended.get(transfer_id, "UNKNOWN_TRANSFER")
         self.num_late += 1
         await stream.outbox.put(_closed(transfer_id, reason))  # a flood waits here for its own answers to be read
 

@@ -14,10 +14,11 @@ from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource, PageFate
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.tcp import TcpPageSource
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1.kvtransfer_pb2_grpc import KvTransferStub
 
-from .world import LAYOUT, SMALL, Ref, eventually, hello, run, world
+from .world import DIGEST, LAYOUT, SMALL, Ref, eventually, hello, run, world
 
 
 def test_pages_arrive_whole_while_the_prompt_is_computed() -> None:
@@ -348,3 +349,34 @@ def test_pages_out_of_order_are_never_served() -> None:
 
 assert SMALL.page_bytes == 1024
 assert LAYOUT.page_bytes == 64 << 10
+
+
+class HeldSource(TcpPageSource):
+    """A source whose withdrawals wait for a word."""
+
+    def __init__(self, pool: KvPool) -> None:
+        super().__init__(pool, DIGEST)
+        self.may_withdraw = asyncio.Event()
+
+    async def withdraw(self, transfer_id: str) -> None:
+        await self.may_withdraw.wait()
+        await super().withdraw(transfer_id)
+
+
+def test_an_open_that_meets_a_transfer_being_withdrawn_is_told_why() -> None:
+    """Ended, but its pages are not fenced yet: decode must hear of the end all the same."""
+
+    async def body() -> None:
+        async with world(source_of=HeldSource) as w:
+            assert isinstance(w.source, HeldSource)
+            w.server.offer("t", 2)
+            w.server.close("t", "FINISHED")
+            with pytest.raises(TransferError) as caught:
+                async with asyncio.timeout(10):
+                    await w.start("t", 2).result()
+            assert caught.value.reason == "FINISHED"
+            assert w.listener.opened == []
+            w.source.may_withdraw.set()
+            assert await w.listener.end_of("t") == (TransferState.ABORTED, "FINISHED")
+
+    run(body())
