@@ -92,8 +92,8 @@ _DECODE: dict[Arch, _Table] = {
 
 _PREFILL: dict[Arch, _Table] = {
     "sm_80": {
-        (64, 2): AttentionConfig(64, 4, 3, block_m=128),
-        (128, 2): AttentionConfig(64, 8, 2, block_m=128),
+        (64, 2): AttentionConfig(64, 8, 3, block_m=128),
+        (128, 2): AttentionConfig(32, 8, 3, block_m=128),
         (256, 2): AttentionConfig(32, 8, 2, block_m=64),
         (64, 4): AttentionConfig(32, 4, 2, block_m=32, precision="tf32x3"),
         (128, 4): AttentionConfig(32, 8, 2, block_m=32, precision="tf32x3"),
@@ -111,7 +111,7 @@ _PREFILL: dict[Arch, _Table] = {
         (64, 2): AttentionConfig(128, 8, 3, block_m=128),
         (128, 2): AttentionConfig(64, 8, 3, block_m=128),
         (256, 2): AttentionConfig(32, 8, 2, block_m=128),
-        (64, 4): AttentionConfig(32, 4, 2, block_m=64, precision="tf32x3"),
+        (64, 4): AttentionConfig(32, 4, 2, block_m=32, precision="tf32x3"),
         (128, 4): AttentionConfig(32, 8, 2, block_m=32, precision="tf32x3"),
         (256, 4): AttentionConfig(16, 8, 2, block_m=32),
     },

@@ -10,7 +10,7 @@ from torch import Tensor
 from pdserve.kernels.configs import Profile, choose_splits, cuda_arch, decode_config, prefill_config
 from pdserve.kernels.paged_attention import decode_attention
 from pdserve.kernels.prefill_attention import prefill_attention
-from pdserve.kernels.store_kv import store_kv as store_kv
+from pdserve.kernels.store_kv import store_kv as launch_store_kv
 
 
 @cache
@@ -24,6 +24,11 @@ def profile_of(where: torch.device) -> Profile:
     if torch.version.hip is not None:
         return Profile("gfx942", properties.multi_processor_count)
     return Profile(cuda_arch(properties.major), properties.multi_processor_count)
+
+
+def store_kv(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
+    """As `reference.store_kv`, but a slot of -1 skips its row; may be captured in a CUDA graph."""
+    launch_store_kv(_rows(keys), _rows(values), key_pages, value_pages, slots)
 
 
 def paged_attention(
@@ -45,12 +50,15 @@ def paged_attention(
     single sequence is prefill, all else is both, where each kernel leaves the other's sequences alone. Padded rows of
     a decode batch have length 0 or 1 and any page table.
     """
-    if query.stride(2) != 1 or key_pages.stride(3) != 1 or value_pages.stride(3) != 1:
-        raise ValueError("the last dimension of query, keys and values must be contiguous")
     return attend(
-        query, key_pages, value_pages, page_tables, query_starts, kv_lens, profile_of(query.device),
+        _rows(query), key_pages, value_pages, page_tables, query_starts, kv_lens, profile_of(query.device),
         scale=scale, window=window, softcap=softcap, sinks=sinks,
     )  # fmt: skip
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    """The tensor with its last dimension contiguous, as the kernels read it; copied only where it is not."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def attend(

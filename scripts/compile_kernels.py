@@ -2,8 +2,9 @@
 
     python scripts/compile_kernels.py [--arch sm_90 ...] [--kernel decode ...]
 
-The production launch code runs, over small CPU tensors of real layouts, with a driver that only names an architecture:
-what is compiled is what a GPU would compile, argument specialisation included. Exit status 1 when a kernel spills on
+The production launch code runs, over meta tensors of real layouts, with a driver that only names an architecture: what
+is compiled is what a GPU would compile, argument specialisation included, and launch code that reads a tensor's
+contents on the host, which a CUDA graph would freeze, fails. Exit status 1 when a kernel spills on
 sm_90, takes more shared memory than its architecture has, or does not compile.
 """
 
@@ -110,10 +111,8 @@ def _views(dtype: torch.dtype, dim: int, page_size: int, fp8: bool) -> LayerPage
         num_layers=2, num_kv_heads=2, head_dim=dim, page_size=page_size, dtype=str(dtype).removeprefix("torch.")
     )
     views = layer_views(layout, 2, memoryview(bytearray(2 * layout.page_bytes)))[1]
-    if not fp8:
-        return views
-    flat = torch.zeros(2 * layout.page_elements, dtype=torch.uint8).view(torch.float8_e4m3fn)
-    return LayerPages(*(flat.as_strided(v.shape, v.stride(), v.storage_offset()) for v in views))
+    stored = torch.float8_e4m3fn if fp8 else dtype
+    return LayerPages(*(torch.empty_strided(v.shape, v.stride(), dtype=stored) for v in views))
 
 
 def _attend(
@@ -205,6 +204,7 @@ def compile_all(arch: Arch, wanted: list[str]) -> list[Row]:
 
         return compile_only
 
+    torch.set_default_device("meta")
     triton.runtime.driver.set_active(Driver(TARGETS[arch][0]))
     JITFunction.__getitem__ = launcher
     for label, call in cases(arch):
