@@ -64,7 +64,8 @@ class Request:
         sampling: Validated parameters; `seed` and `max_tokens` are set. max_tokens counts emitted tokens too.
         eos_token_ids: End-of-sequence tokens of the model.
         priority: Lower runs first.
-        arrival_s: Monotonic seconds of arrival at this process.
+        arrival_s: When the request came, in seconds of a clock that all requests of one engine share: its place in the
+            order, which it keeps over attempts.
     """
 
     key: str

@@ -148,7 +148,7 @@ class StreamService(ABC, Generic[S, E]):
         if self._failure is not None:
             raise self._failure
         check_part(message, parts, self._welcome.incarnation)
-        request = read_request(message, self._limits, self._clock.now())
+        request = read_request(message, self._limits)
         for older in self._streams.up_to(message.fence):
             self._end(older)
         output = OutputState(message.fence, self._tokenizer, request.sampling, len(request.prompt_token_ids))

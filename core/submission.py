@@ -32,13 +32,12 @@ def sequence_key(fence: common_pb2.Fence) -> str:
     return f"{fence.request_id}/{fence.owner_epoch}/{fence.attempt}"
 
 
-def read_request(message: worker_pb2.Submit, limits: ModelLimits, now: float) -> Request:
+def read_request(message: worker_pb2.Submit, limits: ModelLimits) -> Request:
     """Checks a submission's prompt and parameters.
 
     Args:
         message: From the router.
         limits: Of this worker's model.
-        now: Monotonic seconds, the request's arrival here.
 
     Raises:
         RequestError: Something is out of range; nothing was started.
@@ -73,7 +72,9 @@ def read_request(message: worker_pb2.Submit, limits: ModelLimits, now: float) ->
         sampling=sampling,
         eos_token_ids=limits.eos_token_ids,
         priority=message.priority,
-        arrival_s=now,
+        # The epoch is the time of acceptance on the store's clock, in microseconds, whichever router took it: a request
+        # that comes again after a refusal has the place of its first time, so that younger ones cannot starve it.
+        arrival_s=message.fence.owner_epoch / 1e6,
     )
 
 

@@ -91,7 +91,7 @@ class DecodeService(StreamService[DecodeStream, Event]):
     def submit(self, session: RouterSession, message: worker_pb2.Submit) -> None:
         """See `SessionHandler`."""
         request, output = self._read(message, PARTS)
-        now = request.arrival_s
+        now = self._clock.now()
         mixed = message.part == common_pb2.ROLE_MIXED
         self._engine.send(Add(request) if mixed else Reserve(request, now + self._reserve_wait_s))
         record = StreamRecord(self._metrics, self._tracing, message, now)

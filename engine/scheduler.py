@@ -79,7 +79,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []  # sorted: those that hold pages, then by age
         self._running: list[Sequence] = []  # sorted by age
-        self._reservations: list[Sequence] = []  # those without pages yet, first come first served
+        self._reservations: list[Sequence] = []  # sorted by age: those without pages yet
         self._scheduled: list[Sequence] = []  # of the step in flight
         self._starved: Sequence | None = None  # waits for pages; nothing younger takes any before it
         self._events: list[Event] = []
@@ -98,7 +98,7 @@ class Scheduler:
         if seq := self._new_sequence(request, False, False):
             seq.move(SequenceState.WAITING_KV)
             seq.expires_s = expires_s
-            self._reservations.append(seq)
+            insort(self._reservations, seq, key=_age)
 
     def mark_reserved(self, key: str) -> None:
         """The destination of a hand-off has its pages: it goes first, and what is computed is announced."""

@@ -95,7 +95,7 @@ class PrefillService(StreamService[PrefillStream, Event]):
     def submit(self, session: RouterSession, message: worker_pb2.Submit) -> None:
         """See `SessionHandler`."""
         request, output = self._read(message, [common_pb2.ROLE_PREFILL])
-        record = StreamRecord(self._metrics, self._tracing, message, request.arrival_s)
+        record = StreamRecord(self._metrics, self._tracing, message, self._clock.now())
         stream = PrefillStream(submit=message, request=request, session=session, output=output, record=record)
         self._streams.add(stream)
         try:

@@ -33,9 +33,9 @@ def _submit() -> worker_pb2.Submit:
 
 
 def test_a_right_submission_becomes_a_request() -> None:
-    request = read_request(_submit(), LIMITS, 12.5)
+    request = read_request(_submit(), LIMITS)
     assert (request.key, request.prompt_token_ids, request.emitted_token_ids) == ("r/7/2", (1, 2, 3), (4,))
-    assert (request.priority, request.arrival_s, request.eos_token_ids) == (-1, 12.5, {99})
+    assert (request.priority, request.arrival_s, request.eos_token_ids) == (-1, 7e-6, {99})
     assert request.sampling == SamplingParams(seed=5, max_tokens=4, temperature=0.7)
 
 
@@ -57,7 +57,7 @@ def test_a_wrong_submission_is_refused(reason: str, spoil: Callable[[worker_pb2.
     message = _submit()
     spoil(message)
     with pytest.raises(RequestError) as e:
-        read_request(message, LIMITS, 0.0)
+        read_request(message, LIMITS)
     assert e.value.reason == reason
 
 

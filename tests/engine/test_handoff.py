@@ -320,3 +320,14 @@ def test_announced_pages_of_a_failed_hand_off_wait_for_their_reader(end: Abort |
     assert pages and all(engine.pool.generation(p.page_id) == p.generation for p in pages)
     engine.step(end)
     assert engine.pool.num_free == 16
+
+
+def test_an_older_request_that_asks_again_is_served_before_younger_ones() -> None:
+    """Pages go by the request's age, not by the time of the ask: a refused request cannot be starved."""
+    engine = Engine(4)
+    holder = request("holder", range(12), 4, arrival_s=0.0)
+    engine.step(Reserve(holder, 50.0))
+    engine.step(Reserve(request("younger", range(8), 4, arrival_s=2.0), 50.0))
+    engine.step(Reserve(request("older", range(8), 4, arrival_s=1.0), 50.0))
+    events = engine.step(Abort("holder")).events
+    assert list(reserved(events)) == ["older"]
