@@ -96,7 +96,7 @@ _PREFILL: dict[Arch, _Table] = {
         (128, 2): AttentionConfig(32, 8, 3, block_m=128),
         (256, 2): AttentionConfig(32, 8, 2, block_m=64),
         (64, 4): AttentionConfig(32, 4, 2, block_m=32, precision="tf32x3"),
-        (128, 4): AttentionConfig(32, 8, 2, block_m=32, precision="tf32x3"),
+        (128, 4): AttentionConfig(16, 8, 2, block_m=32),
         (256, 4): AttentionConfig(16, 8, 2, block_m=32),
     },
     "sm_90": {
@@ -104,7 +104,7 @@ _PREFILL: dict[Arch, _Table] = {
         (128, 2): AttentionConfig(64, 8, 3, block_m=128),
         (256, 2): AttentionConfig(32, 8, 2, block_m=128),
         (64, 4): AttentionConfig(32, 4, 2, block_m=64, precision="tf32x3"),
-        (128, 4): AttentionConfig(32, 8, 2, block_m=32, precision="tf32x3"),
+        (128, 4): AttentionConfig(16, 8, 2, block_m=32),
         (256, 4): AttentionConfig(16, 8, 2, block_m=32),
     },
     "sm_100": {
@@ -112,7 +112,7 @@ _PREFILL: dict[Arch, _Table] = {
         (128, 2): AttentionConfig(64, 8, 3, block_m=128),
         (256, 2): AttentionConfig(32, 8, 2, block_m=128),
         (64, 4): AttentionConfig(32, 4, 2, block_m=32, precision="tf32x3"),
-        (128, 4): AttentionConfig(32, 8, 2, block_m=32, precision="tf32x3"),
+        (128, 4): AttentionConfig(16, 8, 2, block_m=32),
         (256, 4): AttentionConfig(16, 8, 2, block_m=32),
     },
     "gfx942": {

@@ -1,6 +1,7 @@
-"""Runs the named cases (default: all) in Triton's interpreter and prints each error. Exit status 1: one is too large.
+"""Runs the named cases (default: all) and prints each error. Exit status 1: one is too large.
 
-A process of its own: Triton decides when a kernel is decorated whether it is interpreted.
+In Triton's interpreter, or with `--gpu` compiled on a GPU. A process of its own: Triton decides when a kernel is
+decorated whether it is interpreted.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ import os
 import sys
 import time
 
-os.environ["TRITON_INTERPRET"] = "1"
+ON_GPU = "--gpu" in sys.argv
+os.environ["TRITON_INTERPRET"] = "0" if ON_GPU else "1"
 
 import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.kernels.triton_cases import attention, elementwise, movement
+from tests.kernels.triton_cases import attention, device, elementwise, movement
 
 CASES = {
     "decode_small": attention.decode_small,
@@ -59,7 +61,10 @@ def patch_dot() -> None:
 def main(names: list[str]) -> int:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)  # also fills new memory with NaN
-    patch_dot()
+    if ON_GPU:
+        device.use(torch.device("cuda", 0))
+    else:
+        patch_dot()
     bad = 0
     for name in names or CASES:
         began = time.process_time()
@@ -74,4 +79,4 @@ def main(names: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main([name for name in sys.argv[1:] if name != "--gpu"]))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels.fused import rms_norm, rotate, silu_mul
+from tests.kernels.triton_cases.device import launch
 from tests.kernels.triton_cases.report import Outcome, compare, same
 
 # The interpreter truncates where it makes bfloat16 of float32: twice the error of a GPU.
@@ -22,10 +23,10 @@ def norm() -> list[Outcome]:
             x, residual = (torch.randn(rows, width + 16, generator=rng).to(dtype)[:, :width] for _ in range(2))
             weight = torch.randn(width, generator=rng).to(dtype)
             output = torch.full((rows, width), float("nan"), dtype=dtype)
-            rms_norm(x, weight, output, epsilon=1e-5)
+            launch(rms_norm, x, weight, output, epsilon=1e-5)
             outcomes.append(compare(f"norm {name}", output, _norm(x.double(), weight), limit))
             total = (x.double() + residual.double()).to(dtype)
-            rms_norm(x, weight, x, epsilon=1e-5, residual=residual)
+            launch(rms_norm, x, weight, x, epsilon=1e-5, residual=residual)
             outcomes.append(compare(f"norm+residual {name}", x, _norm(total.double(), weight), limit))
             if dtype is not torch.bfloat16:
                 outcomes.append(same(f"residual {name}", residual.contiguous(), total))
@@ -46,7 +47,7 @@ def rotary() -> list[Outcome]:
             positions = torch.tensor([0, 7, 2, 31])
             angles = torch.outer(torch.arange(32.0), torch.rand(rotary_dim // 2, generator=rng))
             before = x.double()
-            rotate(x, positions, torch.cat((angles.cos(), angles.sin()), dim=1))
+            launch(rotate, x, positions, torch.cat((angles.cos(), angles.sin()), dim=1))
             expected, half = before.clone(), rotary_dim // 2
             turn = torch.polar(torch.ones(()).double(), angles[positions].double())[:, None]
             turned = torch.complex(before[..., :half], before[..., half:rotary_dim]) * turn
@@ -65,7 +66,7 @@ def silu() -> list[Outcome]:
             gate_up[0, 0], gate_up[0, 1] = 80.0, -80.0
             gate_up[0, width : width + 2] = 1.0
             output = torch.full((3, width), float("nan"), dtype=dtype)
-            silu_mul(gate_up, output)
+            launch(silu_mul, gate_up, output)
             gate, up = gate_up.double().chunk(2, dim=1)
             expected = gate / (1 + (-gate).exp()) * up
             scale = expected.abs().clamp(min=1.0)

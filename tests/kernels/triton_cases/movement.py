@@ -12,6 +12,7 @@ from pdserve.kernels.device_math import E4M3_UNIT, e4m3_bits, load_kv
 from pdserve.kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pdserve.kernels.store_kv import store_kv
 from tests.kernels.naive import Case
+from tests.kernels.triton_cases.device import launch
 from tests.kernels.triton_cases.pools import as_fp8, layout_of, poisoned_pages
 from tests.kernels.triton_cases.report import Outcome, same
 
@@ -56,7 +57,7 @@ def _store(dtype: torch.dtype, case: Case) -> list[Outcome]:
     layout = layout_of(case, dtype)
     keys, values, slots = _new_tokens(case, dtype)
     memory, views = poisoned_pages(layout, 4)
-    store_kv(keys, values, views.keys, views.values, slots)
+    launch(store_kv, keys, values, views.keys, views.values, slots)
     expected, expected_views = poisoned_pages(layout, 4)
     is_stored = slots >= 0
     reference.store_kv(keys[is_stored], values[is_stored], expected_views.keys, expected_views.values, slots[is_stored])
@@ -72,7 +73,7 @@ def store_fp8() -> list[Outcome]:
     keys = keys * 300
     _, views = poisoned_pages(layout, 4)
     views, expected = as_fp8(views, layout, 4), as_fp8(views, layout, 4)
-    store_kv(keys, values, views.keys, views.values, slots, key_scale=2.0, value_scale=0.25)
+    launch(store_kv, keys, values, views.keys, views.values, slots, key_scale=2.0, value_scale=0.25)
     is_stored = slots >= 0
     reference.store_kv(
         _fp8(keys[is_stored] / 2.0), _fp8(values[is_stored] / 0.25),
@@ -95,7 +96,7 @@ def fp8_bits() -> list[Outcome]:
     outcomes = []
     for dtype in (torch.float32, torch.float16):
         decoded = torch.zeros(256, dtype=dtype)
-        _decode[1,](codes, decoded, 256)
+        launch(_decode[1,], codes, decoded, 256)
         exact = codes.view(torch.float8_e4m3fn).float() / E4M3_UNIT
         outcomes.append(same(f"decode to {dtype}", decoded.float() + 0.0, exact + 0.0))
     finite = codes.view(torch.float8_e4m3fn).float().sort().values
@@ -106,7 +107,7 @@ def fp8_bits() -> list[Outcome]:
     numbers = torch.cat((finite, between, between.nextafter(torch.tensor(999.0)), sizes, extremes))
     numbers = torch.nn.functional.pad(numbers, (0, 4096 - len(numbers)))
     encoded = torch.zeros(4096, dtype=torch.uint8)
-    _encode[1,](numbers, encoded, 4096)
+    launch(_encode[1,], numbers, encoded, 4096)
     return [*outcomes, same("encode", encoded, _fp8(numbers))]
 
 
@@ -120,17 +121,17 @@ def pages() -> list[Outcome]:
         name = str(dtype).removeprefix("torch.")
 
         staged = torch.zeros(4, width, dtype=dtype)
-        gather_pages(pool, padded, staged)
+        launch(gather_pages, pool, padded, staged)
         outcomes.append(same(f"gather {name}", staged[[0, 2, 3]], pool[ids]))
         outcomes.append(same(f"gather {name}, padding", staged[1], torch.zeros(width, dtype=dtype)))
 
         part, target, wanted = slice(8, width // 2), pool.clone(), pool.clone()
-        scatter_pages(staged[:, part], torch.tensor([1, 2, -1, 6]), target[:, part])
+        launch(scatter_pages, staged[:, part], torch.tensor([1, 2, -1, 6]), target[:, part])
         wanted[[1, 2, 6], part] = staged[[0, 1, 3], part]
         outcomes.append(same(f"scatter {name}", target, wanted))
 
         copied, wanted = pool.clone(), pool.clone()
-        copy_pages(copied, torch.tensor([5, 0, -1]), torch.tensor([1, 4, 2]))
+        launch(copy_pages, copied, torch.tensor([5, 0, -1]), torch.tensor([1, 4, 2]))
         wanted[[1, 4]] = pool[[5, 0]]
         outcomes.append(same(f"copy {name}", copied, wanted))
     return outcomes

@@ -65,6 +65,13 @@ def make_inputs(case: Case, dtype: torch.dtype, seed: int, *, fp8: bool = False)
     return Inputs(query, keys, values, views.keys, views.values, tables, starts, lens, torch.empty(0), sinks)
 
 
+def tensors_of(inputs: Inputs) -> tuple[Tensor, ...]:
+    """The tensors that every attention kernel begins with."""
+    return (
+        inputs.query, inputs.key_pages, inputs.value_pages, inputs.page_tables, inputs.query_starts, inputs.kv_lens,
+    )  # fmt: skip
+
+
 def _bits(tensor: Tensor) -> Tensor:
     """float8 as bytes, which can be indexed; other dtypes as they are."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
