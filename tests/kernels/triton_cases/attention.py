@@ -135,7 +135,8 @@ def fp8() -> list[Outcome]:
     output = torch.full((2, 4, 64), float("nan"))
     launch(
         decode_attention, *tensors_of(inputs), output,
-        scale=0.125, config=AttentionConfig(32, 4, 2, min_split_tokens=64), num_splits=4, key_scale=0.5, value_scale=3.0,
+        scale=0.125, config=AttentionConfig(32, 4, 2, min_split_tokens=64), num_splits=4,
+        key_scale=0.5, value_scale=3.0,
     )  # fmt: skip
     expected = 3.0 * naive_attention(plain, inputs, 0.125 * 0.5)
     return [*outcomes, compare("decode scaled fp8", output, expected, 3 * limit_of(torch.float32))]
