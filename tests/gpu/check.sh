@@ -12,7 +12,7 @@ export PYTHONPATH="$PWD/src:$PWD" OMP_NUM_THREADS=2 TRITON_CACHE_DIR="$paths/cac
 
 groups=(
     "decode_variants decode_many_splits"
-    "prefill_variants bfloat16"
+    "prefill_variants bfloat16 divided_work"
     "fp8 fp8_bits store_small store_fp8"
     "decode_small prefill_small pages norm rotary silu"
 )

@@ -29,6 +29,7 @@ CASES = {
     "prefill_variants": attention.prefill_variants,
     "prefill_shapes": attention.prefill_shapes,
     "prefill_many_sequences": attention.prefill_many_sequences,
+    "divided_work": attention.divided_work,
     "fp8": attention.fp8,
     "bfloat16": attention.bfloat16,
     "random_batches": attention.random_batches,

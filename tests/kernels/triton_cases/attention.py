@@ -126,6 +126,26 @@ def prefill_many_sequences() -> list[Outcome]:
     return [compare("prefill 132 sequences", output, naive_attention(case, inputs, 0.25), limit_of(torch.float32))]
 
 
+def divided_work() -> list[Outcome]:
+    """In a mixed batch each kernel writes the rows of its own sequences and no other."""
+    case = Case((3, 1, 2), (20, 33, 2), 2, 1, 64, 64, 16)
+    inputs = make_inputs(case, torch.float32, 7)
+    expected = naive_attention(case, inputs, 0.125)
+    config = AttentionConfig(32, 4, 2, min_split_tokens=32)
+    outcomes = []
+    for name, kernel, rows, options in (
+        ("decode", decode_attention, [3], {"num_splits": 2}),
+        ("decode, one split", decode_attention, [3], {"num_splits": 1}),
+        ("prefill", prefill_attention, [0, 1, 2, 4, 5], {"skips_single": True}),
+    ):
+        output = torch.full((6, 2, 64), float("nan"))
+        launch(kernel, *tensors_of(inputs), output, scale=0.125, config=config, **options)
+        others = [row for row in range(6) if row not in rows]
+        outcomes.append(compare(f"{name}, own rows", output[rows], expected[rows], limit_of(torch.float32)))
+        outcomes.append(Outcome(f"{name}, other rows written", float((~output[others].isnan()).sum()), 0.0))
+    return outcomes
+
+
 def fp8() -> list[Outcome]:
     """KV of e4m3 numbers, float16 queries; scales are those of `store_kv`'s caller."""
     plain = Case((1, 1), (290, 33), 4, 2, 64, 64, 16)

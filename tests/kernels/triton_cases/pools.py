@@ -35,13 +35,14 @@ def as_fp8(views: LayerPages, layout: KVLayout, num_pages: int) -> LayerPages:
 def make_inputs(case: Case, dtype: torch.dtype, seed: int, *, fp8: bool = False) -> Inputs:
     """Random inputs with all KV stored, pages in random order. `keys` and `values` hold what is stored, exactly.
 
-    A sequence of length 0 is a padded row: it owns no pages, its table is zeros.
+    Nobody owns page 0, where kernels may point but not read. A sequence of length 0 is a padded row: it owns no pages,
+    its table is zeros.
     """
     rng = torch.Generator().manual_seed(seed)
     layout = layout_of(case, dtype)
     needed = [layout.num_pages(n) for n in case.kv_lens]
     num_pages = sum(needed) + 2
-    order = torch.randperm(num_pages, generator=rng).tolist()
+    order = (torch.randperm(num_pages - 1, generator=rng) + 1).tolist()
     _, views = poisoned_pages(layout, num_pages)
     if fp8:
         views = as_fp8(views, layout, num_pages)
