@@ -15,7 +15,10 @@ from pdserve.router.config import RouterConfig
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-OTHER_FLAGS = {"--role", "--config", "--help", "--router", "--num-prompts", "--max-concurrency", "--chat", "--json"}
+OTHER_FLAGS = {
+    *("--role", "--config", "--help", "--router", "--chat", "--json", "--tokenizer"),
+    *("--num-prompts", "--max-concurrency", "--dataset-name", "--random-input-len", "--random-output-len"),
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
