@@ -307,6 +307,7 @@ def test_an_unopened_lease_expires_unless_renewed() -> None:
         await until(lambda: len(both.to_prefill.of("r").token_ids) == 1, "token 1")
         await both.to_prefill.send(renew_leases=worker_pb2.RenewLeases(transfer_ids=["t-r-1", "unknown"]))
         await both.all_free()
+        await until(lambda: both.to_prefill.of("r").failed is not None, "the failure")  # on its way as pages are freed
         failed = both.to_prefill.of("r").failed
         assert failed is not None and failed.reason == "LEASE_EXPIRED"
         assert both.prefill.metric("pdserve_worker_requests_total", reason="LEASE_EXPIRED") == 1
