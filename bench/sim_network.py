@@ -294,6 +294,9 @@ class _Context:
         """See `grpc.aio.ServicerContext`."""
         self._stream._send(False, self._handler.response_serializer(message))
 
+    async def send_initial_metadata(self, metadata: Any) -> None:
+        """See `grpc.aio.ServicerContext`; nothing here reads any."""
+
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> None:
         """See `grpc.aio.ServicerContext`."""
         self.error = _error(code, details, trailing_metadata)

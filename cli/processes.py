@@ -6,7 +6,6 @@ the kernel, so that it ends even when the launcher is killed.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -20,8 +19,15 @@ from pdserve.core.errors import ConfigError, UnavailableError
 
 READY = "READY"
 LOG_TAIL_LINES = 15
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
+# Becomes the child proper once its death is tied to ours (PR_SET_PDEATHSIG 1, SIGTERM 15). Done after exec, by a Python
+# of its own: code between fork and exec would run beside gRPC's fork handlers, which were seen to abort the child.
+_SUPERVISED = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 15)
+if os.getppid() != int(sys.argv[1]):
+    os._exit(1)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 class Child:
@@ -51,17 +57,15 @@ class Child:
         self._ended = threading.Event()
         self._on_exit = on_exit
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        parent = os.getpid()
         with log_path.open("ab") as log:
             self._log_begin = log.tell()
             self._process = subprocess.Popen(
-                self.argv,
+                [sys.executable, "-I", "-S", "-c", _SUPERVISED, str(os.getpid()), *self.argv],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 env={**os.environ, **(env or {})},
                 start_new_session=True,
-                preexec_fn=lambda: _die_with(parent),
                 text=True,
             )
         threading.Thread(target=self._watch, name=f"watch-{name}", daemon=True).start()
@@ -213,10 +217,3 @@ def store_command(port: int, directory: Path, log_path: Path) -> list[str]:
         "--maxmemory-policy": "noeviction",
     }
     return [store_binary(), *(word for pair in options.items() for word in pair)]
-
-
-def _die_with(parent: int) -> None:
-    """Runs in the child between fork and exec: end when the launcher ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != parent:
-        os._exit(1)

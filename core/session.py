@@ -300,6 +300,9 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
         context: grpc.aio.ServicerContext[worker_pb2.SessionRequest, worker_pb2.SessionResponse],
     ) -> None:
         """See worker.proto."""
+        # On its own and first: if it went with a first write that is cancelled in flight, gRPC would send it again with
+        # the status, fail, and leave the router without an end.
+        await context.send_initial_metadata(())
         messages = aiter(request_iterator)
         session = RouterSession(await self._hello(messages), self._max_queued_bytes, self._metrics)
         self._open(session)

@@ -251,6 +251,7 @@ class TransferServer(rpc.KvTransferServicer):
         self, request_iterator: object, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]
     ) -> None:
         """See kvtransfer.proto."""
+        await context.send_initial_metadata(())  # on its own: see `core.session`
         hello = await self._read_hello(context)
         if (refusal := self._refusal(hello)) is not None:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{refusal[0]}: {refusal[1]}")
