@@ -46,6 +46,7 @@ from pdserve.v1 import inference_pb2_grpc
 
 STOP_TIMEOUT_S = 2.0
 CLOSE_GRACE_S = 1.0
+STOP_LIMIT_S = 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ class RouterApp:
         # What is entered here is left in reverse order, whatever happens.
         service, config, clock = self._service, self._config, self._clock
         tokenizer = load_tokenizer(config.model)
+        limit: list[asyncio.TimerHandle] = []  # on the steps that stop what is entered below
+        stack.callback(lambda: limit[0].cancel() if limit else None)
         server = GrpcServer([SERVICE_NAME], max_message_bytes=service.max_message_bytes)
         port = server.bind(service.host, service.port)
         router_id = config.router_id or f"router-{socket.gethostname()}-{port}"
@@ -144,7 +147,9 @@ class RouterApp:
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         await server.set_ready(False)
-        return await self._drain(orchestrator, signals)
+        status = await self._drain(orchestrator, signals)
+        limit.append(asyncio.get_running_loop().call_later(STOP_LIMIT_S, _give_up, status))
+        return status
 
     async def _drain(self, orchestrator: Orchestrator, signals: StopSignals) -> int:
         _log.info("draining %d requests, for %g s at most", orchestrator.num_open, self._service.drain_grace_s)
@@ -177,6 +182,12 @@ class RouterApp:
             for (role, state), count in counts.items():
                 metrics.workers.labels(role, state).set(count)
             await inbox.get()
+
+
+def _give_up(status: int) -> None:
+    """Ends the process although a step of the stop hangs: nothing is left to lose, and a launcher waits."""
+    _log.error("a step of the stop did not end within %g s; the process ends without it", STOP_LIMIT_S)
+    os._exit(status or 1)
 
 
 def load_tokenizer(model: str) -> Callable[[Limits], Tokenizer]:
