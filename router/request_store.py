@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.resources import files
 from typing import Any, Protocol
 
 import redis.asyncio as aioredis
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
-from redis.exceptions import ResponseError
+from redis.exceptions import ConnectionError, ResponseError
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, RequestError, UnavailableError, UnknownError
@@ -178,7 +179,7 @@ class RedisRequestStore:
     async def get(self, request_id: str) -> RequestRecord:
         """See `RequestStore`. Reads what this process wrote."""
         await self._flush(request_id)
-        raw = await self._call("get", self._redis.hgetall(record_key(request_id)))
+        raw = await self._call("get", lambda: self._redis.hgetall(record_key(request_id)))
         if not raw:
             raise UnknownError(
                 f"no request {request_id!r} is stored; records of ended requests are kept for {self._ttl_s} s",
@@ -189,9 +190,8 @@ class RedisRequestStore:
     async def delete(self, request_id: str) -> bool:
         """See `RequestStore`."""
         await self._flush(request_id)
-        result = await self._call(
-            "delete", self._redis.eval(self._delete, 2, record_key(request_id), f"{{pdserve:{request_id}}}:out")
-        )
+        keys = record_key(request_id), f"{{pdserve:{request_id}}}:out"
+        result = await self._call("delete", lambda: self._redis.eval(self._delete, 2, *keys))
         if result == 0:
             raise still_running_error(request_id)
         return bool(result == 1)
@@ -205,11 +205,12 @@ class RedisRequestStore:
 
     async def _create_batch(self) -> None:
         batch = [self._new.popleft() for _ in range(min(MAX_BATCH, len(self._new)))]
+        creations = [
+            (1, record_key(record.request_id), str(OPEN_TTL_S), secrets.token_hex(8), *record_to_hash(record))
+            for record, _ in batch
+        ]
         try:
-            async with self._redis.pipeline(transaction=False) as pipe:
-                for record, _ in batch:
-                    pipe.eval(self._create, 1, record_key(record.request_id), str(OPEN_TTL_S), *record_to_hash(record))
-                results = await self._call("create", pipe.execute(raise_on_error=False))
+            results = await self._call("create", lambda: self._eval_all(self._create, creations))
         except UnavailableError as e:
             failed = [*batch, *self._new]  # whoever waits behind them would only wait longer for the same answer
             self._new.clear()
@@ -226,9 +227,20 @@ class RedisRequestStore:
             else:
                 reply.set_result(result)
 
-    async def _call(self, operation: str, reply: Awaitable[Any] | Any) -> Any:  # redis-py types both faces at once
+    async def _eval_all(self, script: str, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        async with self._redis.pipeline(transaction=False) as pipe:
+            for arguments in calls:
+                pipe.eval(script, *arguments)
+            return await pipe.execute(raise_on_error=False)
+
+    async def _call(self, operation: str, send: Callable[[], Awaitable[Any] | Any]) -> Any:
+        # every operation may be sent twice: the second one changes nothing that the first one did
         try:
-            return await reply
+            try:
+                return await send()
+            except ConnectionError:  # perhaps the store closed a connection that lay idle in the pool, or all of them
+                await self._redis.connection_pool.disconnect(inuse_connections=False)
+                return await send()
         except STORE_ERRORS as e:
             self._metrics.store_errors.labels(operation).inc()
             raise _unavailable(e) from e
@@ -268,10 +280,8 @@ class RedisRequestStore:
             older = self._writing.pop(request_id, None)
             self._writing[request_id] = change.merged(older) if older else change
         batch = list(self._writing.values())
-        async with self._redis.pipeline(transaction=False) as pipe:
-            for change in batch:
-                pipe.eval(self._update, 1, record_key(change.request_id), *self._update_args(change))
-            results = await self._call("update", pipe.execute(raise_on_error=False))
+        updates = [(1, record_key(change.request_id), *self._update_args(change)) for change in batch]
+        results = await self._call("update", lambda: self._eval_all(self._update, updates))
         failed: ResponseError | None = None
         for change, result in zip(batch, results, strict=True):
             if isinstance(result, ResponseError):

@@ -16,8 +16,8 @@ from tests.support.deployment import Deployment, deploy, wait_until
 from .streams import BackgroundStream
 
 FLAGS = ["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "1024", "--fake-step-ms", "20"]
-TIMEOUTS = ["--router-timeout-s", "1"]
-ROUTER_TIMEOUTS = ["--worker-timeout-s", "1", "--heartbeat-s", "0.2"]
+TIMEOUTS = ["--router-timeout-s", "3"]
+ROUTER_TIMEOUTS = ["--worker-timeout-s", "3", "--heartbeat-s", "0.3"]
 
 
 @pytest.fixture(scope="module")

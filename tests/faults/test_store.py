@@ -34,7 +34,8 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment
 
 def running(client: Client) -> list[BackgroundStream]:
     streams = [BackgroundStream(client, 100, 400, seed) for seed in range(4)]
-    wait_until(lambda: all(s.tokens for s in streams), 20, "the streams to begin")
+    wait_until(lambda: all(s.tokens or s.error for s in streams), 20, "the streams to begin")
+    assert [s.error for s in streams] == [None] * 4
     return streams
 
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
+import socketserver
+import threading
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -40,6 +44,33 @@ def run(url: str, test: Callable[[RedisRequestStore], Awaitable[None]], max_pend
             await store.close()
 
     asyncio.run(main())
+
+
+@contextmanager
+def losing_proxy(port: int) -> Iterator[tuple[int, list[str]]]:
+    """A relay to the store; a word put into the list makes it drop one connection after the command with that word."""
+    lost: list[str] = []
+
+    class Relay(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            with socket.create_connection(("127.0.0.1", port)) as store:
+                while data := self.request.recv(65536):
+                    store.sendall(data)
+                    answer = store.recv(65536)
+                    if lost and lost[0].encode() in data:
+                        lost.clear()
+                        return
+                    self.request.sendall(answer)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Relay) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield server.server_address[1], lost
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 _names = (f"request-{i}" for i in itertools.count())
@@ -170,6 +201,36 @@ def test_changes_survive_an_outage_and_new_requests_fail_fast() -> None:
             await store.create(record("b"))
 
         run(server.url, test)
+
+
+def test_connections_that_the_store_closed_fail_nobody() -> None:
+    """A store that restarted, or closes idle connections, refuses no request that comes afterwards."""
+    with redis_process() as server:
+
+        async def test(store: RedisRequestStore) -> None:
+            await store.create(record("a"))
+            await asyncio.gather(*(store.get("a") for _ in range(8)))  # eight connections lie in the pool
+            server.stop()
+            server.start()
+            for i in range(4):
+                await store.create(record(f"new-{i}"))
+            await asyncio.gather(*(store.get("new-0") for _ in range(8)))
+
+        run(server.url, test)
+
+
+def test_a_creation_whose_answer_was_lost_is_sent_again() -> None:
+    with redis_process() as server, losing_proxy(server.port) as (port, lost):
+
+        async def test(store: RedisRequestStore) -> None:
+            lost.append("EVAL")
+            epoch = await store.create(record("a"))
+            assert not lost, "no answer was lost"
+            assert (await store.get("a")).owner_epoch == epoch
+            with pytest.raises(DuplicateRequestError):
+                await store.create(record("a"))
+
+        run(f"redis://127.0.0.1:{port}/0", test)
 
 
 def test_pending_changes_are_bounded() -> None:
