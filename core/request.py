@@ -66,6 +66,8 @@ class Request:
         priority: Lower runs first.
         arrival_s: When the request came, in seconds of a clock that all requests of one engine share: its place in the
             order, which it keeps over attempts.
+        tenant: Whose request it is; empty: nobody's in particular.
+        cache_salt: KV is reused only among requests of the same salt; empty: shared.
     """
 
     key: str
@@ -75,3 +77,5 @@ class Request:
     arrival_s: float
     emitted_token_ids: tuple[int, ...] = ()
     priority: int = 0
+    tenant: str = ""
+    cache_salt: str = ""

@@ -75,6 +75,8 @@ def read_request(message: worker_pb2.Submit, limits: ModelLimits) -> Request:
         # The epoch is the time of acceptance on the store's clock, in microseconds, whichever router took it: a request
         # that comes again after a refusal has the place of its first time, so that younger ones cannot starve it.
         arrival_s=message.fence.owner_epoch / 1e6,
+        tenant=message.tenant,
+        cache_salt=message.cache_salt,
     )
 
 

@@ -223,7 +223,8 @@ def _profile(config: EngineConfig, runner: Runner, layout: KVLayout, num_pages: 
     def measure(num_tokens: int) -> float:
         # The pool is not in use yet: what this writes is never read.
         pages = range(layout.num_pages(num_tokens))
-        seq = ScheduledSequence("profile", 0, [0] * num_tokens, pages, greedy, 0)
+        tokens = [0] * num_tokens
+        seq = ScheduledSequence("profile", 0, tokens, pages, greedy, 0, tokens, num_tokens)
         began = time.perf_counter()
         runner.execute(SchedulerOutput(0, (seq,), num_tokens))
         return time.perf_counter() - began

@@ -448,6 +448,8 @@ def _item(seq: Sequence, num_tokens: int) -> ScheduledSequence:
         seq.page_table,
         seq.sampling if end == len(tokens) else None,
         len(tokens) - seq.num_prompt,
+        tokens,
+        seq.num_prompt,
     )
 
 

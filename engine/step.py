@@ -29,6 +29,8 @@ class ScheduledSequence:
         sampling: Set when a token is sampled from the last position; None for a chunk that ends before the known
             tokens do.
         output_index: Output index of the token to sample; meaningless when `sampling` is None.
+        known: All known tokens: the prompt, then the output so far. Read-only for the runner; it grows between steps.
+        num_prompt: Leading tokens of `known` that are the prompt.
     """
 
     key: str
@@ -37,6 +39,8 @@ class ScheduledSequence:
     page_table: Seq[int]
     sampling: SamplingParams | None
     output_index: int
+    known: Seq[int]
+    num_prompt: int
 
 
 @dataclass(frozen=True, slots=True)
