@@ -12,6 +12,7 @@ import numpy as np
 
 from pdserve.core.layout import KVLayout
 from pdserve.core.request import PositionLogprobs, TokenLogprob
+from pdserve.engine.page_copies import PageCopies
 from pdserve.engine.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
 
 FAKE_VOCAB_SIZE = 257
@@ -36,9 +37,19 @@ def expected_tokens(tokens: Sequence[int], num_tokens: int, eos_period: int | No
 
 
 class FakeRunner:
-    """Computes steps over `buffer`, the bytes of all pages in `fake_layout`; see `_token` for `eos_period`."""
+    """Computes steps over `buffer`, the bytes of all pages in `fake_layout`.
 
-    def __init__(self, buffer: memoryview, layout: KVLayout, eos_period: int | None = None) -> None:
+    Args:
+        buffer: The pool's bytes.
+        layout: See `fake_layout`.
+        eos_period: See `_token`.
+        host: Bytes of the host pool; None: nothing is swapped.
+    """
+
+    def __init__(
+        self, buffer: memoryview, layout: KVLayout, eos_period: int | None = None, host: memoryview | None = None
+    ) -> None:
+        self._copies = PageCopies(layout.page_bytes, buffer, host)
         self._page_size = layout.page_size
         self._kv = np.frombuffer(buffer, np.uint64).reshape(-1, 2, layout.page_size)  # [page][K|V][token]
         positions = np.arange(len(self._kv) * layout.page_size, dtype=np.uint64)
@@ -47,6 +58,9 @@ class FakeRunner:
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """See `Runner`."""
+        self._copies.apply(output.copies)
+        if not output.sequences:
+            return RunnerOutput(())
         items, size = output.sequences, self._page_size
         ends = [item.start + len(item.token_ids) for item in items]
         counts = np.array([-(-end // size) for end in ends])

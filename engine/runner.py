@@ -13,6 +13,7 @@ from pdserve.engine.attention import PagedContext
 from pdserve.engine.forward_batch import build_batch
 from pdserve.engine.kv_cache import PoolMemory, layer_views
 from pdserve.engine.loader import LoadedModel
+from pdserve.engine.page_copies import PageCopies
 from pdserve.engine.sampler import sample
 from pdserve.engine.step import RunnerOutput, SchedulerOutput
 from pdserve.kernels.dispatch import kernels_for
@@ -26,16 +27,28 @@ class ModelRunner:
         layout: Layout of the pages.
         num_pages: Pages in `memory`.
         memory: Pool memory; written in place.
+        host: Memory of the host pool; None: nothing is swapped.
     """
 
-    def __init__(self, loaded: LoadedModel, layout: KVLayout, num_pages: int, memory: PoolMemory) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        layout: KVLayout,
+        num_pages: int,
+        memory: PoolMemory,
+        host: PoolMemory | None = None,
+    ) -> None:
         self._model = loaded.model
         self._page_size = layout.page_size
         self._pages = layer_views(layout, num_pages, memory.buffer)
+        self._copies = PageCopies(layout.page_bytes, memory.buffer, None if host is None else host.buffer)
         self._kernels = kernels_for(self._model.device)
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """See `engine.step.Runner`."""
+        self._copies.apply(output.copies)
+        if not output.sequences:
+            return RunnerOutput(())
         batch = build_batch(output, self._page_size)
         context = PagedContext(batch, self._pages, self._kernels)
         sampling = [(s.sampling, s.output_index) for s in output.sequences if s.sampling is not None]

@@ -25,6 +25,7 @@ from pdserve.engine.sequence import Sequence, SequenceState
 from pdserve.engine.step import (
     EngineLoad,
     Event,
+    PageCopy,
     PagesReady,
     PrefillStarted,
     ReservationRefused,
@@ -81,6 +82,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # sorted by age
         self._reservations: list[Sequence] = []  # sorted by age: those without pages yet
         self._scheduled: list[Sequence] = []  # of the step in flight
+        self._copies: list[PageCopy] = []  # to do before the step that is being put together
         self._starved: Sequence | None = None  # waits for pages; nothing younger takes any before it
         self._events: list[Event] = []
         self._num_added = 0
@@ -187,10 +189,11 @@ class Scheduler:
         while (budget > 0 or self._decode_waits()) and (started := self._start_next()) is not None:
             budget -= self._take_chunk(started, max(budget, 1), items, scheduled)
         self._scheduled = scheduled
-        if not items:
+        copies, self._copies = tuple(self._copies), []
+        if not items and not copies:
             return None
         self._step += 1
-        return SchedulerOutput(self._step, tuple(items), self._limits.max_num_batched_tokens - budget)
+        return SchedulerOutput(self._step, tuple(items), self._limits.max_num_batched_tokens - budget, copies)
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> None:
         """Accounts for a computed step; its events are in `take_events`."""

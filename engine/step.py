@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from pdserve.core.request import FinishReason, PositionLogprobs, Request
@@ -43,19 +44,47 @@ class ScheduledSequence:
     num_prompt: int
 
 
+class PageCopyKind(StrEnum):
+    """Between which memories a page is copied."""
+
+    SWAP_OUT = "swap_out"  # pool to host
+    SWAP_IN = "swap_in"  # host to pool
+    COPY = "copy"  # within the pool
+
+
+@dataclass(frozen=True, slots=True)
+class PageCopy:
+    """All bytes of one page, copied.
+
+    Attributes:
+        source: Page id in the pool, or in the host pool for SWAP_IN.
+        target: Page id in the pool, or in the host pool for SWAP_OUT.
+        kind: Which memories.
+    """
+
+    source: int
+    target: int
+    kind: PageCopyKind
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerOutput:
-    """One step's work.
+    """One step's work: first the copies, then the sequences. An idle step is not executed.
+
+    A page may change its owner within a step: what is swapped out is copied before another sequence writes the page.
 
     Attributes:
         step: Step number, from 1.
-        sequences: Decodes and prefill chunks, in the order of execution; never empty (an idle step is not executed).
+        sequences: Decodes and prefill chunks, in the order of execution; empty only beside copies.
         num_tokens: Sum of tokens over `sequences`.
+        copies: One after the other, all of them before any token is computed. Within a run of one kind targets are
+            distinct and no target is a source, so that a run may be done at once.
     """
 
     step: int
     sequences: tuple[ScheduledSequence, ...]
     num_tokens: int
+    copies: tuple[PageCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +128,7 @@ class Runner(Protocol):
     """Computes steps. Owns tensors; knows nothing of requests, queues or pages' owners."""
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
-        """Writes the KV of all scheduled tokens into their pages and samples; returns after the device fence.
+        """Copies pages, writes the KV of all scheduled tokens into theirs and samples; returns after the device fence.
 
         Raises:
             EngineError: The computation failed; the engine is dead.
