@@ -5,6 +5,8 @@ Threads are torch's, their number set once per process by `engine.build`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from pdserve.core.errors import EngineError
@@ -13,6 +15,7 @@ from pdserve.engine.attention import PagedContext
 from pdserve.engine.forward_batch import build_batch
 from pdserve.engine.kv_cache import PoolMemory, layer_views
 from pdserve.engine.loader import LoadedModel
+from pdserve.engine.logits import LogitsProcessor
 from pdserve.engine.page_copies import PageCopies
 from pdserve.engine.sampler import sample
 from pdserve.engine.step import RunnerOutput, SchedulerOutput
@@ -28,6 +31,7 @@ class ModelRunner:
         num_pages: Pages in `memory`.
         memory: Pool memory; written in place.
         host: Memory of the host pool; None: nothing is swapped.
+        processors: Edit the logits of the rows that ask for it, in this order.
     """
 
     def __init__(
@@ -37,11 +41,13 @@ class ModelRunner:
         num_pages: int,
         memory: PoolMemory,
         host: PoolMemory | None = None,
+        processors: Sequence[LogitsProcessor] = (),
     ) -> None:
         self._model = loaded.model
         self._page_size = layout.page_size
         self._pages = layer_views(layout, num_pages, memory.buffer)
         self._copies = PageCopies(layout.page_bytes, memory.buffer, None if host is None else host.buffer)
+        self._processors = processors
         self._kernels = kernels_for(self._model.device)
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
@@ -51,7 +57,7 @@ class ModelRunner:
             return RunnerOutput(())
         batch = build_batch(output, self._page_size)
         context = PagedContext(batch, self._pages, self._kernels)
-        sampling = [(s.sampling, s.output_index) for s in output.sequences if s.sampling is not None]
+        sampling = [s for s in output.sequences if s.sampling is not None]
         try:
             with torch.inference_mode():
                 # Without a row to sample the head still runs on one: not every model accepts an empty selection.
@@ -63,7 +69,7 @@ class ModelRunner:
                     logits_to_keep=rows,
                     pdserve=context,
                 ).logits[0, : len(sampling)]
-                tokens = iter(sample(logits, [p for p, _ in sampling], [i for _, i in sampling]))
+                tokens = iter(sample(logits, sampling, self._processors))
         except RuntimeError as e:  # torch's only error type: shapes, memory
             raise EngineError(f"the model failed in step {output.step}: {e}") from e
         return RunnerOutput(tuple(None if s.sampling is None else next(tokens) for s in output.sequences))

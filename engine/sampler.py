@@ -1,4 +1,5 @@
-"""Chooses tokens from logits. A choice depends on (logits, parameters, seed, output index) alone, never on the batch.
+"""Chooses tokens from logits. A choice depends on its row alone (logits, parameters, known tokens, seed, output index),
+never on the batch.
 
 Seeded sampling inverts the cumulative distribution in float64, in vocabulary order, at the noise of (seed, index): any
 worker that computes the same logits chooses the same token.
@@ -14,7 +15,8 @@ from torch import Tensor
 from pdserve.core.hashing import sampling_uniform
 from pdserve.core.request import PositionLogprobs, TokenLogprob
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.step import SampledToken, SamplingFailure
+from pdserve.engine.logits import LogitsProcessor
+from pdserve.engine.step import SampledToken, SamplingFailure, ScheduledSequence
 
 _FIRST_SORTED = 256
 """Tokens that are sorted at first to find the nucleus of top_p; more only when they do not hold it."""
@@ -23,29 +25,58 @@ _BAD_LOGITS = SamplingFailure(
     "the model produced logits that are not finite for this request; its weights or the KV it read are damaged, or "
     "--dtype is too narrow for it",
 )
+_NO_TOKEN_LEFT = SamplingFailure(
+    "NO_TOKEN_LEFT",
+    "the request's sampling parameters together forbid every token here; allow more of them",
+    "INVALID_ARGUMENT",
+)
 
 
 def sample(
-    logits: Tensor, params: Seq[SamplingParams], output_indices: Seq[int]
+    logits: Tensor, rows: Seq[ScheduledSequence], processors: Seq[LogitsProcessor]
 ) -> list[SampledToken | SamplingFailure]:
-    """Chooses one token per row; a row without a finite maximum (NaN, infinity, nothing but -infinity) fails alone.
+    """Chooses one token per row.
+
+    A row fails alone: without a finite maximum (NaN, infinity, nothing but -infinity), or when its processors leave no
+    token. Log-probabilities are those of `logits`, before any processor.
 
     Args:
         logits: `[num_rows, vocab_size]`; unchanged.
-        params: One per row; `seed` is set unless greedy.
-        output_indices: Output index of each row's token.
+        rows: One per row, with `sampling`, whose `seed` is set unless greedy.
+        processors: In the order in which they edit a row's logits.
     """
     maxima, likeliest = logits.max(dim=-1)  # of equals the first; NaN is greater than all
     finite = torch.isfinite(maxima).tolist()
     sampled: list[SampledToken | SamplingFailure] = []
-    for row, (param, index) in enumerate(zip(params, output_indices, strict=True)):
-        if not finite[row]:
-            sampled.append(_BAD_LOGITS)
+    for at, row in enumerate(rows):
+        params = row.sampling
+        assert params is not None, "a row to sample has parameters"
+        wanted = [p for p in processors if p.wants(params)]
+        token: int | SamplingFailure
+        if not finite[at]:
+            token = _BAD_LOGITS
+        elif wanted:
+            token = _choose_edited(logits[at].to(torch.float32, copy=True), row, params, wanted)
+        else:
+            token = int(likeliest[at]) if params.greedy else draw(logits[at], params, row.output_index)
+        if isinstance(token, SamplingFailure):
+            sampled.append(token)
             continue
-        token = int(likeliest[row]) if param.greedy else draw(logits[row], param, index)
-        logprobs = None if param.logprobs is None else position_logprobs(logits[row], token, param.logprobs)
+        logprobs = None if params.logprobs is None else position_logprobs(logits[at], token, params.logprobs)
         sampled.append(SampledToken(token, logprobs))
     return sampled
+
+
+def _choose_edited(
+    logits: Tensor, row: ScheduledSequence, params: SamplingParams, processors: Seq[LogitsProcessor]
+) -> int | SamplingFailure:
+    for processor in processors:
+        if (failure := processor.edit(logits, row)) is not None:
+            return failure
+    maximum, likeliest = logits.max(dim=-1)
+    if not torch.isfinite(maximum):
+        return _NO_TOKEN_LEFT
+    return int(likeliest) if params.greedy else draw(logits, params, row.output_index)
 
 
 def draw(logits: Tensor, params: SamplingParams, output_index: int) -> int:

@@ -321,9 +321,9 @@ class Scheduler:
         if seq.num_announced:
             self._running.remove(seq)
             seq.move(SequenceState.HANDOFF)
-            self._events.append(SequenceFailed(seq.key, "INTERNAL", failure.reason, failure.message))
+            self._events.append(SequenceFailed(seq.key, failure.status, failure.reason, failure.message))
         else:
-            self._fail(seq, "INTERNAL", failure.reason, failure.message)
+            self._fail(seq, failure.status, failure.reason, failure.message)
 
     def _hand_off(self, seq: Sequence) -> None:
         """Announces what a step made final; once all is, leases the pages, or frees them when no reader will come."""

@@ -107,10 +107,12 @@ class SamplingFailure:
     Attributes:
         reason: UPPER_SNAKE_CASE.
         message: What is wrong and what to do.
+        status: gRPC status name.
     """
 
     reason: str
     message: str
+    status: str = "INTERNAL"
 
 
 @dataclass(frozen=True, slots=True)

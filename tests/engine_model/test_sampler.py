@@ -9,11 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.sampler import filtered_probabilities, position_logprobs, sample
-from pdserve.engine.step import SampledToken, SamplingFailure
+from pdserve.engine.sampler import filtered_probabilities, position_logprobs
+from pdserve.engine.sampler import sample as sample_rows
+from pdserve.engine.step import SampledToken, SamplingFailure, ScheduledSequence
 
 GREEDY = SamplingParams(temperature=0.0)
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
+
+
+def sample(logits: torch.Tensor, params: list[SamplingParams], indices: list[int]) -> list:
+    """Samples rows of sequences with one prompt token that ask nothing but these parameters."""
+    rows = [ScheduledSequence("", 0, [0], [], p, i, [0] * (i + 1), 1) for p, i in zip(params, indices, strict=True)]
+    return sample_rows(logits, rows, ())
 
 
 def kept(params: SamplingParams, logits: torch.Tensor = LOGITS) -> list[int]:
