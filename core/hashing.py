@@ -49,3 +49,20 @@ def sampling_uniform(seed: int, index: int) -> float:
     """
     word = hashlib.sha256(struct.pack("<QQ", seed, index)).digest()
     return (int.from_bytes(word[:8], "little") >> 11) * 2.0**-53
+
+
+def choice_seed(seed: int, choice: int) -> int:
+    """Seed of one of a request's n output streams: choice 0 is the request's own, the others are unrelated to it.
+
+    So choice i of a seeded request is the single request with the seed `choice_seed(seed, i)`.
+
+    Args:
+        seed: The request's seed, in [0, 2**64).
+        choice: Index of the stream, from 0.
+
+    Returns:
+        A seed in [0, 2**64).
+    """
+    if choice == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(b"choice" + struct.pack("<QQ", seed, choice)).digest()[:8], "little")

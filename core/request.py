@@ -1,10 +1,11 @@
-"""What a client asked, and the names of the states that it goes through. Immutable words; no behaviour."""
+"""What a client asked, and the names of the states that it goes through. Immutable."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from pdserve.core.hashing import choice_seed
 from pdserve.core.sampling import SamplingParams
 
 
@@ -79,3 +80,26 @@ class Request:
     priority: int = 0
     tenant: str = ""
     cache_salt: str = ""
+
+    def choices(self) -> tuple[Request, ...]:
+        """One request per output stream, `sampling.n` of them, with n = 1 and their own keys and seeds.
+
+        The first has this request's key and seed, and its emitted tokens; the others have emitted nothing.
+        """
+        sampling, seed = self.sampling, self.sampling.seed
+        if sampling.n == 1:
+            return (self,)
+        assert seed is not None, "the entrance draws a seed"
+        first = replace(self, sampling=replace(sampling, n=1))
+        return (
+            first,
+            *(
+                replace(
+                    first,
+                    key=f"{self.key}#{i}",
+                    sampling=replace(first.sampling, seed=choice_seed(seed, i)),
+                    emitted_token_ids=(),
+                )
+                for i in range(1, sampling.n)
+            ),
+        )

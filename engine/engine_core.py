@@ -107,8 +107,8 @@ class EngineCore:
     def _handle(self, command: Command) -> None:
         scheduler = self._scheduler
         match command:
-            case Add(request, handoff, reserved):
-                scheduler.add(request, handoff, reserved)
+            case Add(request, handoff, reserved, forks):
+                scheduler.add(request, handoff, reserved, forks)
             case MarkReserved(key):
                 scheduler.mark_reserved(key)
             case Reserve(request, expires_s):

@@ -1,6 +1,7 @@
 """Holdings: which sequence has which pages of the pool, and how much of it the unreserved hand-offs have together.
 
-Pages that are set aside for a transfer are FILLING and have no holder; all others of a sequence are HELD once by it.
+Pages that are set aside for a transfer are FILLING and have no holder; all others of a sequence are HELD once by it,
+and full pages of a prompt also by its forks.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 
 from pdserve.engine.page_pool import PagePool, PageState
 from pdserve.engine.sequence import Sequence
-from pdserve.engine.step import PageRef
+from pdserve.engine.step import PageCopy, PageCopyKind, PageRef
 
 
 class Holdings:
@@ -22,12 +23,13 @@ class Holdings:
         max_unreserved_fraction: Share of the pool that unreserved hand-offs may hold together.
     """
 
-    __slots__ = ("_max_unreserved", "_page_size", "_pool", "num_unreserved")
+    __slots__ = ("_copied", "_max_unreserved", "_page_size", "_pool", "num_unreserved")
 
     def __init__(self, pool: PagePool, page_size: int, max_unreserved_fraction: float) -> None:
         self._pool = pool
         self._page_size = page_size
         self._max_unreserved = int(max_unreserved_fraction * pool.num_pages)
+        self._copied: list[int] = []  # sources of the step in flight
         self.num_unreserved = 0
 
     @property
@@ -60,6 +62,37 @@ class Holdings:
         if seq.unreserved:
             self.num_unreserved += num_pages
 
+    def share(self, parent: Sequence, child: Sequence) -> None:
+        """Lets a fork begin after the prompt that its parent has computed; without room it gets nothing, and computes.
+
+        Full pages are held by both: nobody writes them any more. The partial last page is copied before the fork's
+        first step, which computes the last token of the prompt once more; until then its source is held too.
+        """
+        num_computed = min(child.num_prompt, child.num_initial - 1)
+        num_shared, rest = divmod(num_computed, self._page_size)
+        num_own = self.pages_for(child.num_initial) - num_shared
+        if not self.can_give(num_own):
+            return
+        child.page_table.extend(parent.page_table[:num_shared])
+        if rest:
+            child.copy_from = parent.page_table[num_shared]
+        self._pool.hold(parent.page_table[: num_shared + (rest > 0)])
+        self.give(child, num_own)
+        child.num_computed = num_computed
+
+    def copy(self, seq: Sequence) -> PageCopy:
+        """The copy that a fork needs in the step in flight; `end_step` releases the source."""
+        assert seq.copy_from is not None
+        source, seq.copy_from = seq.copy_from, None
+        self._copied.append(source)
+        return PageCopy(source, seq.page_table[seq.num_computed // self._page_size], PageCopyKind.COPY)
+
+    def end_step(self) -> None:
+        """All copies were made."""
+        if self._copied:
+            self._pool.release(self._copied)
+            self._copied.clear()
+
     def set_aside(self, seq: Sequence, num_pages: int) -> None:
         """Gives pages that a transfer will fill."""
         seq.page_table.extend(self._pool.allocate(num_pages, PageState.FILLING))
@@ -79,7 +112,9 @@ class Holdings:
             self._pool.move(seq.page_table, PageState.FILLING, PageState.FREE)
         else:
             self._pool.release(seq.page_table)
-        seq.page_table, seq.capacity, seq.granted = [], 0, False
+        if seq.copy_from is not None:
+            self._pool.release([seq.copy_from])
+        seq.page_table, seq.capacity, seq.granted, seq.copy_from = [], 0, False, None
 
     def mark_reserved(self, seq: Sequence) -> None:
         """An unreserved hand-off has a destination now."""
@@ -92,11 +127,12 @@ class Holdings:
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Proves that the pool's pages are those of the sequences, none lost and none taken twice."""
-        held: Counter[int] = Counter()
+        held: Counter[int] = Counter(self._copied)
         filling: list[int] = []
         num_unreserved = 0
         for seq in sequences:
             (filling.extend if seq.granted else held.update)(seq.page_table)
+            held.update(() if seq.copy_from is None else (seq.copy_from,))
             num_unreserved += len(seq.page_table) if seq.unreserved else 0
             assert seq.capacity == len(seq.page_table) * self._page_size
         self._pool.check(held)

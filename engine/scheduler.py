@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from pdserve.core.request import FinishReason, Request
+from pdserve.engine.forks import lead, release_forks
 from pdserve.engine.holdings import Holdings
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import WaitingOrder, fcfs
@@ -90,10 +91,13 @@ class Scheduler:
 
     # ---- commands, between steps -----------------------------------------------------------------------------------
 
-    def add(self, request: Request, handoff: bool = False, reserved: bool = False) -> None:
-        """Queues a request; one that can never run fails at once."""
-        if seq := self._new_sequence(request, handoff, reserved):
-            self._enqueue(seq)
+    def add(
+        self, request: Request, handoff: bool = False, reserved: bool = False, forks: tuple[Request, ...] = ()
+    ) -> None:
+        """Queues a request, and those that fork from its prompt; one that can never run fails at once."""
+        assert not (handoff and forks) and all(f.prompt_token_ids == request.prompt_token_ids for f in forks)
+        family = (self._new_sequence(r, handoff, reserved) for r in (request, *forks))
+        self._enqueue_family([seq for seq in family if seq])
 
     def reserve(self, request: Request, expires_s: float) -> None:
         """Queues a reservation of pages for KV that will be pulled."""
@@ -187,6 +191,8 @@ class Scheduler:
                 budget -= self._take_chunk(seq, budget, items, scheduled)
         self._serve_reservations(now)
         while (budget > 0 or self._decode_waits()) and (started := self._start_next()) is not None:
+            if started.copy_from is not None:
+                self._copies.append(self._pages.copy(started))
             budget -= self._take_chunk(started, max(budget, 1), items, scheduled)
         self._scheduled = scheduled
         copies, self._copies = tuple(self._copies), []
@@ -198,11 +204,14 @@ class Scheduler:
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> None:
         """Accounts for a computed step; its events are in `take_events`."""
         events = self._events
+        self._pages.end_step()
         for seq, item, token in zip(self._scheduled, output.sequences, result.sampled, strict=True):
             seq.num_computed = item.start + len(item.token_ids)
             if not seq.started:
                 seq.started = True
                 events.append(PrefillStarted(seq.key))
+            if seq.forks and seq.num_computed >= seq.num_prompt:
+                self._fork(seq)
             if isinstance(token, SamplingFailure):
                 self._drop(seq, token)
             elif token is not None:
@@ -242,11 +251,13 @@ class Scheduler:
     def check(self) -> None:
         """Proves that the pool's holders are the sequences' pages and that every sequence is where its state says."""
         self._pages.check(self._sequences.values())
+        forks = {fork for seq in self._sequences.values() for fork in seq.forks}
         for seq in self._sequences.values():
             assert seq.num_computed <= len(seq.tokens) <= max(seq.max_len, seq.num_initial)
             assert seq.num_computed <= seq.capacity
             assert (seq in self._running) == (seq.state is SequenceState.RUNNING)
             assert (seq in self._waiting) == (seq.state is SequenceState.WAITING)
+            assert (seq in forks) == (seq.state is SequenceState.WAITING_FORK)
             assert (seq in self._reservations) == (seq.state is SequenceState.WAITING_KV and not seq.granted)
         assert len(self._running) <= self._limits.max_num_seqs
         assert self._running == sorted(self._running, key=_age)
@@ -273,6 +284,15 @@ class Scheduler:
             seq.move(SequenceState.WAITING)
         insort(self._waiting, seq, key=_waiting_key)
 
+    def _enqueue_family(self, family: list[Sequence]) -> None:
+        if (leader := lead(family)) is not None:
+            self._enqueue(leader)
+
+    def _fork(self, seq: Sequence) -> None:
+        for fork in release_forks(seq):
+            self._pages.share(seq, fork)
+            self._enqueue(fork)
+
     def _end(self, seq: Sequence) -> None:
         """Takes a sequence out of everything; the caller tells why."""
         if seq.state is SequenceState.WAITING:
@@ -286,6 +306,8 @@ class Scheduler:
         self._pages.take_back(seq)
         seq.move(SequenceState.FINISHED)
         del self._sequences[seq.key]
+        if seq.forks:
+            self._enqueue_family(release_forks(seq))
 
     def _fail(self, seq: Sequence, status: str, reason: str, message: str) -> None:
         self._end(seq)

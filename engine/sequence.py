@@ -16,6 +16,7 @@ class SequenceState(StrEnum):
     """Where a sequence stands."""
 
     WAITING = "waiting"
+    WAITING_FORK = "waiting_fork"
     WAITING_KV = "waiting_kv"
     RUNNING = "running"
     HANDOFF = "handoff"
@@ -26,8 +27,15 @@ class SequenceState(StrEnum):
 TRANSITIONS: Mapping[SequenceState, frozenset[SequenceState]] = {
     # an activated reservation is WAITING with its pages; they may be taken back while it waits
     SequenceState.WAITING: frozenset(
-        {SequenceState.WAITING_KV, SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.FINISHED}
+        {
+            SequenceState.WAITING_FORK,
+            SequenceState.WAITING_KV,
+            SequenceState.RUNNING,
+            SequenceState.PREEMPTED,
+            SequenceState.FINISHED,
+        }
     ),
+    SequenceState.WAITING_FORK: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.WAITING_KV: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.RUNNING: frozenset({SequenceState.HANDOFF, SequenceState.PREEMPTED, SequenceState.FINISHED}),
     # only while no destination has reserved, so that no reader can exist
@@ -55,6 +63,9 @@ class Sequence:
         page_table: Pages in order; capacity is the tokens that they hold.
         max_len: Known tokens at which it ends with LENGTH.
         stop_ids: Tokens that end it.
+        forks: Sequences of the same prompt that wait (WAITING_FORK) until this one has computed it.
+        copy_from: A page to be copied into its first page that is not shared, when it starts; held until then. Its
+            own pages are not worth moving before that: take them back.
         num_announced: Leading pages told as ready.
         granted: WAITING_KV: pages are set aside.
         expires_s: WAITING_KV: when a reservation without pages is refused.
@@ -64,7 +75,9 @@ class Sequence:
 
     __slots__ = (
         "capacity",
+        "copy_from",
         "expires_s",
+        "forks",
         "goal",
         "granted",
         "handoff",
@@ -109,6 +122,8 @@ class Sequence:
         )
         eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids = eos | frozenset(sampling.stop_token_ids)
+        self.forks: tuple[Sequence, ...] = ()
+        self.copy_from: int | None = None
         self.num_announced = 0
         self.granted = False
         self.expires_s = 0.0

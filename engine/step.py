@@ -149,11 +149,14 @@ class Add:
         request: The request.
         handoff: True: stop after the first sampled token and keep the pages leased until `ReleaseLease`.
         reserved: With handoff: the destination has reserved pages already (`MarkReserved` says so later).
+        forks: Further requests with the same prompt; never with handoff. They share its full pages once the first has
+            computed them, and are sequences of their own in all else: each ends, fails and is aborted alone.
     """
 
     request: Request
     handoff: bool = False
     reserved: bool = False
+    forks: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, rule
+from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, initialize, multiple, rule
 
 from pdserve.core.request import FinishReason, Request
 from pdserve.engine.fake import expected_tokens
@@ -89,6 +89,18 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             self.commands.append(Add(r, handoff=kind != "local", reserved=kind == "handoff"))
         return r.key
+
+    @rule(
+        target=keys,
+        prompt=PROMPTS,
+        members=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 5)), min_size=2, max_size=4),
+        priority=st.sampled_from([0, 0, 1]),
+    )
+    def enter_family(self, prompt: list[int], members: list[tuple[int, int]], priority: int) -> MultipleResults[str]:
+        """Several sequences of one prompt, each with its own emitted tokens."""
+        first, *forks = [self.new("local", prompt, tokens, emitted, priority) for tokens, emitted in members]
+        self.commands.append(Add(first, forks=tuple(forks)))
+        return multiple(first.key, *(f.key for f in forks))
 
     @rule(key=keys)
     def mark_reserved(self, key: str) -> None:

@@ -1,0 +1,34 @@
+"""Forks: sequences of one prompt, of which the first computes it for all.
+
+    leader WAITING ─▶ RUNNING ─▶ prompt computed ──▶ goes on alone
+    forks  WAITING_FORK ────────────────┴─ share ──▶ WAITING, with the prompt's pages, or without when there is no room
+
+A leader that ends before that leaves its forks to the first of them. Afterwards nothing ties them: a fork without pages
+computes its prompt as any sequence does, so that no order of ends, aborts and preemptions can leave one waiting.
+"""
+
+from __future__ import annotations
+
+from pdserve.engine.sequence import Sequence, SequenceState
+
+
+def lead(family: list[Sequence]) -> Sequence | None:
+    """Makes all but the first wait for the first one's prompt.
+
+    Returns:
+        The first, to be queued; None of an empty family.
+    """
+    if not family:
+        return None
+    leader, *forks = family
+    for fork in forks:
+        if fork.state is not SequenceState.WAITING_FORK:
+            fork.move(SequenceState.WAITING_FORK)
+    leader.forks = tuple(forks)
+    return leader
+
+
+def release_forks(leader: Sequence) -> list[Sequence]:
+    """Those that still wait for a leader; they do so no more."""
+    forks, leader.forks = leader.forks, ()
+    return [fork for fork in forks if fork.state is SequenceState.WAITING_FORK]
