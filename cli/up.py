@@ -87,6 +87,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs `pdserve up`; returns the exit status."""
     parser = build_parser("pdserve up", DESCRIPTION, SECTIONS)
     up, engine = from_namespace(SECTIONS, parser.parse_args(argv))
+    if up.prefill or up.decode:
+        engine.check_hand_offs()
     return Launcher(up, engine, Console(highlight=False)).run()
 
 

@@ -38,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     """
     sections = {"Role": RoleConfig, "Service": ServiceConfig, "Worker": WorkerConfig, "Engine": EngineConfig}
     role, service, worker, engine = load("pdserve decode", DESCRIPTION, sections, argv)
+    if role.role == Role.DECODE:
+        engine.check_hand_offs()
     return run_worker(Role(role.role), DecodeWorker(engine), service, worker)
 
 

@@ -14,6 +14,7 @@ from pdserve.core.hashing import identity_digest
 from pdserve.core.layout import KVLayout
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.async_engine import AsyncEngine
+from pdserve.engine.batching import make_batching
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.kv_cache import PoolMemory
@@ -189,7 +190,8 @@ def _core(config: EngineConfig, runner: Runner, num_pages: int, budget: int, max
         max_model_len=max_model_len,
         max_unreserved_fraction=config.max_unreserved_fraction,
     )
-    return EngineCore(limits, PagePool(num_pages), runner, POLICIES[config.scheduling_policy])
+    batching = make_batching(config.batching, config.batch_size or config.max_num_seqs, config.batch_window_ms)
+    return EngineCore(limits, PagePool(num_pages), runner, POLICIES[config.scheduling_policy], batching)
 
 
 def _model_name(config: EngineConfig) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from pdserve.core.config import check, option
 from pdserve.core.errors import ConfigError
+from pdserve.engine.batching import BATCHINGS, DEFAULT_WINDOW_MS
 from pdserve.engine.policies import POLICIES
 
 
@@ -45,6 +46,21 @@ class EngineConfig:
     scheduling_policy: str = option(
         "fcfs", "order of waiting sequences; fcfs: by priority, then first come first served", choices=tuple(POLICIES)
     )
+    batching: str = option(
+        "continuous",
+        "continuous: join and leave at every step; static: fixed batches, each run to its longest member; dynamic: as "
+        "static, after collecting for --batch-window-ms (both only embedded or with --role mixed)",
+        choices=BATCHINGS,
+    )
+    batch_size: int | None = option(
+        None, "members of a static or dynamic batch; default: --max-num-seqs", unit="sequences", minimum=1
+    )
+    batch_window_ms: float | None = option(
+        None,
+        f"dynamic: how long a batch that is not full waits for more; default: {DEFAULT_WINDOW_MS:g}",
+        unit="ms",
+        minimum=0,
+    )
     max_unreserved_fraction: float = option(
         0.25,
         "prefill: share of the pool that sequences without a reserved destination may hold",
@@ -71,3 +87,26 @@ class EngineConfig:
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least --max-num-seqs "
                 f"({self.max_num_seqs}), or prompts would wait for as long as a full batch decodes"
             )
+        self._check_batching()
+
+    def check_hand_offs(self) -> None:
+        """Refuses what makes no sense on a worker that other workers wait for.
+
+        Raises:
+            ConfigError: With the flag.
+        """
+        if self.batching != "continuous":
+            raise ConfigError(
+                f"--batching is {self.batching!r}; prefill and decode workers take only continuous, for a sequence "
+                "that is handed over must not wait for a batch: use --role mixed or pdserve.LLM"
+            )
+
+    def _check_batching(self) -> None:
+        if self.batch_size is not None and self.batching == "continuous":
+            raise ConfigError(f"--batch-size is {self.batch_size}; it needs --batching static or dynamic")
+        if self.batch_size is not None and self.batch_size > self.max_num_seqs:
+            raise ConfigError(
+                f"--batch-size is {self.batch_size}; it must be at most --max-num-seqs ({self.max_num_seqs})"
+            )
+        if self.batch_window_ms is not None and self.batching != "dynamic":
+            raise ConfigError(f"--batch-window-ms is {self.batch_window_ms:g}; it needs --batching dynamic")

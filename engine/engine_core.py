@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from pdserve.core.errors import EngineError
+from pdserve.engine.batching import Batching
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import WaitingOrder, fcfs
 from pdserve.engine.scheduler import Scheduler, SchedulerLimits
@@ -36,10 +37,18 @@ class EngineCore:
         pool: Bookkeeping of the pages that `runner` computes in.
         runner: Computes steps.
         order: Order of waiting sequences.
+        batching: Who may join the running ones, and how they leave; default: at every step.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool, runner: Runner, order: WaitingOrder = fcfs) -> None:
-        self._scheduler = Scheduler(limits, pool, order)
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: PagePool,
+        runner: Runner,
+        order: WaitingOrder = fcfs,
+        batching: Batching | None = None,
+    ) -> None:
+        self._scheduler = Scheduler(limits, pool, order, batching)
         self._runner = runner
         self._output: SchedulerOutput | None = None
         self._failure: EngineError | None = None
@@ -94,7 +103,7 @@ class EngineCore:
 
     def next_wakeup(self) -> float | None:
         """When to call `step` although no command came; monotonic seconds, or None."""
-        return self._scheduler.next_expiry()
+        return self._scheduler.next_wakeup()
 
     def load(self) -> EngineLoad:
         """Load now."""

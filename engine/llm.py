@@ -234,7 +234,10 @@ class LLM:
         commands, self._commands = self._commands, []
         core = self._built.core
         core.begin_step(commands)
-        for event in core.step(time.monotonic()).events:
+        step = core.step(time.monotonic())
+        if not step.num_tokens and (wakeup := core.next_wakeup()) is not None:
+            time.sleep(max(0.0, wakeup - time.monotonic()))  # a batch is being collected, and nobody can add to it
+        for event in step.events:
             if isinstance(event, TokensSampled) and (output := self._open.get(event.key)) is not None:
                 if output.push(event):
                     self._close(output)

@@ -13,15 +13,16 @@ then those that wait. Invariants:
 
 from __future__ import annotations
 
-from bisect import insort
 from dataclasses import dataclass
 from itertools import takewhile
 
 from pdserve.core.request import FinishReason, Request
+from pdserve.engine.batching import Batching, ContinuousBatching, Padding
 from pdserve.engine.forks import lead, release_forks
 from pdserve.engine.holdings import Holdings
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import WaitingOrder, fcfs
+from pdserve.engine.queues import Queues, age
 from pdserve.engine.sequence import Sequence, SequenceState
 from pdserve.engine.step import (
     EngineLoad,
@@ -71,17 +72,25 @@ class Scheduler:
         limits: Limits; a sequence that could not run alone in the pool is refused, whatever max_model_len says.
         pool: The pages; touched by nobody else.
         order: Order of waiting sequences.
+        batching: Who may join the running ones, and how they leave; default: at every step.
     """
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool, order: WaitingOrder = fcfs) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: PagePool,
+        order: WaitingOrder = fcfs,
+        batching: Batching | None = None,
+    ) -> None:
         self._limits = limits
         self._pages = Holdings(pool, limits.page_size, limits.max_unreserved_fraction)
         self._policy = order
+        self._batching = batching or ContinuousBatching(limits.max_num_seqs)
+        self._padding = Padding()  # finished, but still members of a fixed batch
         self._max_model_len = min(limits.max_model_len, pool.num_pages * limits.page_size)
         self._sequences: dict[str, Sequence] = {}
-        self._waiting: list[Sequence] = []  # sorted: those that hold pages, then by age
-        self._running: list[Sequence] = []  # sorted by age
-        self._reservations: list[Sequence] = []  # sorted by age: those without pages yet
+        self._queues = q = Queues()
+        self._waiting, self._running, self._reservations = q.waiting, q.running, q.reservations  # to read
         self._scheduled: list[Sequence] = []  # of the step in flight
         self._copies: list[PageCopy] = []  # to do before the step that is being put together
         self._starved: Sequence | None = None  # waits for pages; nothing younger takes any before it
@@ -104,20 +113,17 @@ class Scheduler:
         if seq := self._new_sequence(request, False, False):
             seq.move(SequenceState.WAITING_KV)
             seq.expires_s = expires_s
-            insort(self._reservations, seq, key=_age)
+            self._queues.enter(seq)
 
     def mark_reserved(self, key: str) -> None:
         """The destination of a hand-off has its pages: it goes first, and what is computed is announced."""
         seq = self._sequences.get(key)
         if seq is None or not seq.unreserved:
             return
-        queue = {SequenceState.WAITING: self._waiting, SequenceState.RUNNING: self._running}.get(seq.state)
-        if queue is not None:
-            queue.remove(seq)
+        self._queues.leave(seq)
         self._pages.mark_reserved(seq)
         seq.order = (0, *seq.order[1:])
-        if queue is not None:
-            insort(queue, seq, key=_waiting_key if queue is self._waiting else _age)
+        self._queues.enter(seq)
         self._announce(seq)
 
     def activate(self, key: str, token_id: int) -> None:
@@ -174,7 +180,7 @@ class Scheduler:
         self._reclaim_for_reserved()
         items: list[ScheduledSequence] = []
         scheduled: list[Sequence] = []
-        budget = self._limits.max_num_batched_tokens
+        budget = limit = self._limits.max_num_batched_tokens - len(self._padding)
         chunked: list[Sequence] = []
         at = 0
         while at < len(self._running):  # a decode that grows takes only younger ones, further on in the list
@@ -183,29 +189,36 @@ class Scheduler:
             if seq.goal - seq.num_computed != 1:
                 chunked.append(seq)
             elif seq.num_computed < seq.capacity or self._grow(seq):
-                items.append(_item(seq, 1))
+                items.append(seq.item(1))
                 scheduled.append(seq)
                 budget -= 1
         for seq in chunked:
             if budget > 0:
                 budget -= self._take_chunk(seq, budget, items, scheduled)
         self._serve_reservations(now)
-        while (budget > 0 or self._decode_waits()) and (started := self._start_next()) is not None:
+        before = len(self._running)
+        last = before + self._batching.room(now, before + len(self._padding), len(self._waiting))
+        while len(self._running) < last and (budget > 0 or self._decode_waits()):
+            if (started := self._start_next()) is None:
+                break
             if started.copy_from is not None:
                 self._copies.append(self._pages.copy(started))
             budget -= self._take_chunk(started, max(budget, 1), items, scheduled)
+        self._batching.join(len(self._running) - before)
         self._scheduled = scheduled
         copies, self._copies = tuple(self._copies), []
         if not items and not copies:
             return None
         self._step += 1
-        return SchedulerOutput(self._step, tuple(items), self._limits.max_num_batched_tokens - budget, copies)
+        padding = self._padding.rows() if items else ()
+        return SchedulerOutput(self._step, (*items, *padding), limit - budget + len(padding), copies)
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> None:
         """Accounts for a computed step; its events are in `take_events`."""
         events = self._events
         self._pages.end_step()
-        for seq, item, token in zip(self._scheduled, output.sequences, result.sampled, strict=True):
+        assert len(result.sampled) == len(output.sequences)
+        for seq, item, token in zip(self._scheduled, output.sequences, result.sampled, strict=False):  # then padding
             seq.num_computed = item.start + len(item.token_ids)
             if not seq.started:
                 seq.started = True
@@ -225,9 +238,11 @@ class Scheduler:
         events, self._events = tuple(self._events), []
         return events
 
-    def next_expiry(self) -> float | None:
-        """When a reservation must be looked at although nothing happens; monotonic seconds."""
-        return min((seq.expires_s for seq in self._reservations), default=None)
+    def next_wakeup(self) -> float | None:
+        """When a reservation or the batching must be looked at although nothing happens; monotonic seconds."""
+        opens = self._batching.next_wakeup()
+        times = [seq.expires_s for seq in self._reservations]
+        return min(times if opens is None else [*times, opens], default=None)
 
     @property
     def step(self) -> int:
@@ -236,32 +251,26 @@ class Scheduler:
 
     def load(self) -> EngineLoad:
         """Load now."""
-        pending = 0
-        for queue in (self._waiting, self._running):
-            for seq in queue:
-                pending += seq.goal - seq.num_computed
         return EngineLoad(
-            num_running=len(self._running),
+            num_running=len(self._running) + len(self._padding),
             num_waiting=len(self._waiting) + len(self._reservations),
             num_free_pages=self._pages.num_free,
             num_pages=self._pages.num_pages,
-            num_pending_prefill_tokens=pending,
+            num_pending_prefill_tokens=self._queues.num_pending_tokens(),
         )
 
     def check(self) -> None:
         """Proves that the pool's holders are the sequences' pages and that every sequence is where its state says."""
-        self._pages.check(self._sequences.values())
+        self._pages.check([*self._sequences.values(), *self._padding])
         forks = {fork for seq in self._sequences.values() for fork in seq.forks}
         for seq in self._sequences.values():
             assert seq.num_computed <= len(seq.tokens) <= max(seq.max_len, seq.num_initial)
             assert seq.num_computed <= seq.capacity
-            assert (seq in self._running) == (seq.state is SequenceState.RUNNING)
-            assert (seq in self._waiting) == (seq.state is SequenceState.WAITING)
             assert (seq in forks) == (seq.state is SequenceState.WAITING_FORK)
-            assert (seq in self._reservations) == (seq.state is SequenceState.WAITING_KV and not seq.granted)
-        assert len(self._running) <= self._limits.max_num_seqs
-        assert self._running == sorted(self._running, key=_age)
-        assert self._waiting == sorted(self._waiting, key=_waiting_key)
+            self._queues.check(seq)
+        self._queues.check_order()
+        assert len(self._running) + len(self._padding) <= self._limits.max_num_seqs
+        assert self._running or not self._padding
 
     # ---- entering and leaving --------------------------------------------------------------------------------------
 
@@ -282,7 +291,14 @@ class Scheduler:
     def _enqueue(self, seq: Sequence) -> None:
         if seq.state is not SequenceState.WAITING:
             seq.move(SequenceState.WAITING)
-        insort(self._waiting, seq, key=_waiting_key)
+        self._queues.enter(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Takes a sequence out of its queue; when nobody runs any more, the batch has ended."""
+        self._queues.leave(seq)
+        if not self._running:
+            for member in self._padding.clear():
+                self._pages.take_back(member)
 
     def _enqueue_family(self, family: list[Sequence]) -> None:
         if (leader := lead(family)) is not None:
@@ -295,14 +311,9 @@ class Scheduler:
 
     def _end(self, seq: Sequence) -> None:
         """Takes a sequence out of everything; the caller tells why."""
-        if seq.state is SequenceState.WAITING:
-            self._waiting.remove(seq)
-        elif seq.state is SequenceState.RUNNING:
-            self._running.remove(seq)
-        elif seq.state is SequenceState.WAITING_KV and not seq.granted:
-            self._reservations.remove(seq)
         if self._starved is seq:
             self._starved = None
+        self._leave(seq)
         self._pages.take_back(seq)
         seq.move(SequenceState.FINISHED)
         del self._sequences[seq.key]
@@ -322,7 +333,7 @@ class Scheduler:
         # Announced pages may be read right now: they stay leased even if this token ends the request.
         ended = reason is not None and not seq.num_announced
         if ended:
-            self._end(seq)
+            self._finish(seq)
         self._events.append(
             TokensSampled(
                 seq.key,
@@ -338,10 +349,23 @@ class Scheduler:
         elif not ended:
             seq.goal = len(tokens)
 
+    def _finish(self, seq: Sequence) -> None:
+        """The output is complete: the sequence leaves, or stays in a fixed batch to be computed for nobody."""
+        full = len(seq.tokens) > seq.capacity  # its row needs a place of its own, for others may read its pages
+        if not self._batching.keeps_finished or len(self._running) == 1 or (full and not self._pages.can_give(1)):
+            self._end(seq)
+            return
+        if full:
+            self._pages.give(seq, 1)
+        self._leave(seq)
+        self._padding.add(seq)
+        seq.move(SequenceState.FINISHED)
+        del self._sequences[seq.key]
+
     def _drop(self, seq: Sequence, failure: SamplingFailure) -> None:
         """Fails one sequence of a step; announced pages stay leased, for a reader may be at them."""
         if seq.num_announced:
-            self._running.remove(seq)
+            self._leave(seq)
             seq.move(SequenceState.HANDOFF)
             self._events.append(SequenceFailed(seq.key, failure.status, failure.reason, failure.message))
         else:
@@ -353,7 +377,7 @@ class Scheduler:
             if seq.released:
                 self._end(seq)
                 return
-            self._running.remove(seq)
+            self._leave(seq)
             seq.move(SequenceState.HANDOFF)
         self._announce(seq)
 
@@ -371,7 +395,7 @@ class Scheduler:
 
     def _take_chunk(self, seq: Sequence, budget: int, items: list[ScheduledSequence], scheduled: list[Sequence]) -> int:
         num_tokens = min(seq.goal - seq.num_computed, budget)
-        items.append(_item(seq, num_tokens))
+        items.append(seq.item(num_tokens))
         scheduled.append(seq)
         return num_tokens
 
@@ -381,7 +405,7 @@ class Scheduler:
 
     def _start_next(self) -> Sequence | None:
         """Moves the first waiting sequence to RUNNING with all its pages, if there is room."""
-        if not self._waiting or len(self._running) >= self._limits.max_num_seqs:
+        if not self._waiting:
             return None
         seq = self._waiting[0]
         need = self._pages.pages_for(seq.goal) - len(seq.page_table)
@@ -395,22 +419,25 @@ class Scheduler:
                 return None
         if self._starved is seq:
             self._starved = None
-        del self._waiting[0]
+        self._leave(seq)
         if need > 0:
             self._pages.give(seq, need)
         seq.move(SequenceState.RUNNING)
-        insort(self._running, seq, key=_age)
+        self._queues.enter(seq)
         return seq
 
     def _grow(self, seq: Sequence) -> bool:
         """One more page for a running sequence, from a younger one if need be; False: it sits this step out."""
         while not self._pages.can_give(1):
+            if (member := self._padding.pop()) is not None:
+                self._pages.take_back(member)
+                continue
             # Sequences that wait with pages are victims at any age: they may be waiting for this one's place to run.
             victims = list(takewhile(lambda s: s.page_table, self._waiting))
             victims += (s for s in self._running if s.order > seq.order and not (s.handoff and s.reserved))
             if not victims:
                 return False
-            self._preempt(max(victims, key=_age))
+            self._preempt(max(victims, key=age))
         self._pages.give(seq, 1)
         return True
 
@@ -422,16 +449,14 @@ class Scheduler:
         need = self._pages.pages_for(seq.goal)
         if need <= self._pages.num_free + self._pages.num_unreserved:
             holders = [s for s in self._sequences.values() if s.unreserved and s.page_table]
-            for victim in sorted(holders, key=_age, reverse=True):
+            for victim in sorted(holders, key=age, reverse=True):
                 if self._pages.can_give(need):
                     return
                 self._preempt(victim)
 
     def _preempt(self, seq: Sequence) -> None:
         """Takes all pages of a sequence; it waits again with its tokens, to be computed anew."""
-        queues = {SequenceState.WAITING: self._waiting, SequenceState.RUNNING: self._running}
-        if (queue := queues.get(seq.state)) is not None:
-            queue.remove(seq)
+        self._leave(seq)
         seq.move(SequenceState.PREEMPTED)
         self._pages.take_back(seq)
         seq.num_computed = 0
@@ -448,39 +473,14 @@ class Scheduler:
             self._grant_reservations()
 
     def _grant_reservations(self) -> None:
-        num_granted = 0
-        for seq in self._reservations:
+        while self._reservations:
+            seq = self._reservations[0]
             num_prompt_pages = self._pages.pages_for(seq.num_initial)
             # One page to decode into, unless the sequence can never need it.
             need = max(num_prompt_pages, min(num_prompt_pages + 1, self._pages.pages_for(seq.max_len - 1)))
             starved = self._starved
             if (starved is not None and starved.order < seq.order) or not self._pages.can_give(need):
-                break
+                return
+            self._queues.leave(seq)
             self._pages.set_aside(seq, need)
-            num_granted += 1
             self._events.append(Reserved(seq.key, 0, self._pages.refs(seq, 0, num_prompt_pages)))
-        del self._reservations[:num_granted]
-
-
-def _item(seq: Sequence, num_tokens: int) -> ScheduledSequence:
-    start = seq.num_computed
-    end = start + num_tokens
-    tokens = seq.tokens
-    return ScheduledSequence(
-        seq.key,
-        start,
-        tokens[start:end],
-        seq.page_table,
-        seq.sampling if end == len(tokens) else None,
-        len(tokens) - seq.num_prompt,
-        tokens,
-        seq.num_prompt,
-    )
-
-
-def _age(seq: Sequence) -> tuple[float, ...]:
-    return seq.order
-
-
-def _waiting_key(seq: Sequence) -> tuple[float, ...]:
-    return (not seq.page_table, *seq.order)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 from pdserve.core.request import FinishReason, Request
+from pdserve.engine.step import ScheduledSequence
 
 
 class SequenceState(StrEnum):
@@ -140,6 +141,22 @@ class Sequence:
         if self.tokens[-1] in self.stop_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.max_len else None
+
+    def item(self, num_tokens: int) -> ScheduledSequence:
+        """A step's work: so many tokens after the computed ones; at the end of the known tokens one is sampled."""
+        start = self.num_computed
+        end = start + num_tokens
+        tokens = self.tokens
+        return ScheduledSequence(
+            self.key,
+            start,
+            tokens[start:end],
+            self.page_table,
+            self.sampling if end == len(tokens) else None,
+            len(tokens) - self.num_prompt,
+            tokens,
+            self.num_prompt,
+        )
 
     @property
     def unreserved(self) -> bool:

@@ -12,13 +12,22 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, TypeVar, dataclass_transform
 
 from pdserve.core.request import FinishReason, PositionLogprobs, Request
 from pdserve.core.sampling import SamplingParams
 
+T = TypeVar("T")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass_transform(frozen_default=True)
+def _hot(cls: type[T]) -> type[T]:
+    """A dataclass that is frozen for the type checker only: one is made per sequence and step, and `frozen=True`
+    makes that several times as slow."""
+    return dataclass(slots=True)(cls)
+
+
+@_hot
 class ScheduledSequence:
     """What one sequence computes in one step.
 
@@ -87,7 +96,7 @@ class SchedulerOutput:
     copies: tuple[PageCopy, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@_hot
 class SampledToken:
     """A sampled token.
 
@@ -228,7 +237,7 @@ class PageRef:
     generation: int
 
 
-@dataclass(frozen=True, slots=True)
+@_hot
 class TokensSampled:
     """New tokens of a sequence.
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pdserve.core.request import FinishReason, Request
 from pdserve.core.sampling import SamplingParams
+from pdserve.engine.batching import Batching
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.fake import FAKE_EOS, FakeRunner, expected_tokens, fake_layout
 from pdserve.engine.page_pool import PagePool
@@ -59,6 +60,7 @@ class Engine:
         max_model_len: int = 256,
         max_unreserved_fraction: float = 0.25,
         eos_period: int | None = None,
+        batching: Batching | None = None,
     ) -> None:
         self.pool = PagePool(num_pages)
         self.memory = memoryview(bytearray(num_pages * LAYOUT.page_bytes))
@@ -70,7 +72,7 @@ class Engine:
             max_unreserved_fraction=max_unreserved_fraction,
         )
         self.runner = FakeRunner(self.memory, LAYOUT, eos_period)
-        self.core = EngineCore(limits, self.pool, self.runner)
+        self.core = EngineCore(limits, self.pool, self.runner, batching=batching)
         self.now = 0.0
 
     def step(self, *commands: Command) -> StepEvents:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, consumes, initialize, multiple, rule
 
 from pdserve.core.request import FinishReason, Request
+from pdserve.engine.batching import BATCHINGS, make_batching
 from pdserve.engine.fake import expected_tokens
 from pdserve.engine.step import (
     Abort,
@@ -42,10 +43,15 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(4, 24),
         fraction=st.sampled_from([0.0, 0.25, 1.0]),
+        batching=st.sampled_from(BATCHINGS),
     )
-    def start(self, max_num_seqs: int, budget: int, fraction: float) -> None:
+    def start(self, max_num_seqs: int, budget: int, fraction: float, batching: str) -> None:
         self.engine = Engine(
-            NUM_PAGES, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_unreserved_fraction=fraction
+            NUM_PAGES,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_unreserved_fraction=fraction,
+            batching=make_batching(batching, max_num_seqs, window_ms=3000),
         )
         self.source = Engine(64)
         self.streams = Streams()
