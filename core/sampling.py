@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 
 from pdserve.core.errors import RequestError, UnimplementedError
 
+MAX_N = 16
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
@@ -37,7 +38,8 @@ class SamplingParams:
     """How tokens are chosen and when a stream ends.
 
     Attributes:
-        n: Output streams per prompt; only 1 so far.
+        n: Output streams ("choices") per prompt, 1..`MAX_N`. Choice 0 draws with `seed`, choice i with
+            `core.hashing.choice_seed(seed, i)`.
         temperature: >= 0; 0 is greedy.
         top_p: Nucleus mass in (0, 1].
         top_k: Keep the k likeliest tokens; 0 keeps all.
@@ -97,13 +99,8 @@ class SamplingParams:
                     f"sampling parameter '{f.name}' is not supported yet; leave it out",
                     reason="UNSUPPORTED_PARAMETER",
                 )
-        if self.n < 1:
-            _refuse("n", self.n, "at least 1")
-        if self.n > 1:
-            raise UnimplementedError(
-                f"sampling parameter 'n' = {self.n} is not supported yet; send {self.n} requests instead",
-                reason="UNSUPPORTED_PARAMETER",
-            )
+        if not 1 <= self.n <= MAX_N:
+            _refuse("n", self.n, f"in 1..{MAX_N}")
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             _refuse("temperature", self.temperature, "a finite number >= 0 (0 is greedy)")
         if not 0 < self.top_p <= 1:

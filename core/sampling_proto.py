@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from pdserve.core.errors import UnimplementedError
 from pdserve.core.sampling import SamplingParams
 from pdserve.v1 import common_pb2
 
@@ -29,7 +30,14 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         values["logit_bias"] = dict(message.logit_bias)
     if message.HasField("structured_outputs"):
         values["structured_outputs"] = {message.structured_outputs.WhichOneof("constraint") or "choice": True}
-    return SamplingParams(**values)  # type: ignore[arg-type]
+    params = SamplingParams(**values)  # type: ignore[arg-type]
+    if params.n > 1:
+        raise UnimplementedError(
+            f"sampling parameter 'n' = {params.n} is supported by the embedded LLM only so far; send {params.n} "
+            "requests instead",
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    return params
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:

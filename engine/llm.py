@@ -11,81 +11,24 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import cast
 
 from pdserve.core.errors import CapacityError, ConfigError, EngineError, PdserveError, RequestError
-from pdserve.core.request import FinishReason, PositionLogprobs, Request
+from pdserve.core.request import Request
 from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams
-from pdserve.core.text_stream import TextStream
 from pdserve.core.tokenizer import ChatMessages, Tokenizer
 from pdserve.engine.build import build_core
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache import PlainPool
+from pdserve.engine.outputs import ChoiceOutput, Completion, OutputDelta, RequestOutput
 from pdserve.engine.progress import Progress
 from pdserve.engine.step import Abort, Add, Command, SequenceFailed, TokensSampled
 
 Prompt = str | Sequence[int] | ChatMessages
 """Text, token ids, or chat messages with "role" and "content"."""
-
-
-@dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of one request.
-
-    Attributes:
-        prompt_tokens: Of the prompt.
-        completion_tokens: Of the output.
-        cached_tokens: Of the prompt, had by prefix reuse.
-    """
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class OutputDelta:
-    """New output of one request.
-
-    Attributes:
-        index: Output index of the first of `token_ids`.
-        token_ids: New tokens.
-        text: Text that became certain; may be empty.
-        logprobs: One per token, or empty when not asked for.
-        finish_reason: Set in the last delta.
-    """
-
-    index: int
-    token_ids: tuple[int, ...]
-    text: str
-    logprobs: tuple[PositionLogprobs, ...] = ()
-    finish_reason: FinishReason | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """All output of one request.
-
-    Attributes:
-        prompt_token_ids: What the prompt became.
-        text: The text, without stop strings and special tokens unless asked for.
-        token_ids: The tokens, with the one that ended the stream.
-        finish_reason: Why it ended.
-        stop_reason: The stop string, or the stop token as decimal text, that matched; None if neither.
-        logprobs: One per token, or empty when not asked for.
-        usage: Token counts.
-    """
-
-    prompt_token_ids: tuple[int, ...]
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: FinishReason
-    stop_reason: str | None
-    logprobs: tuple[PositionLogprobs, ...]
-    usage: Usage
 
 
 class LLM:
@@ -114,7 +57,7 @@ class LLM:
         directory = self._built.model_dir
         self.tokenizer = Tokenizer.from_dir(directory) if directory else Tokenizer.fake(self._built.vocab_size)
         self._commands: list[Command] = []
-        self._open: dict[str, _Output] = {}
+        self._open: dict[str, ChoiceOutput] = {}
         self._num_requests = 0
 
     @property
@@ -151,7 +94,7 @@ class LLM:
         requests = [self._request(p, s) for p, s in zip(several, each, strict=True)]
         outputs = [self._submit(r) for r in requests]
         try:
-            while any(o.finish_reason is None and o.error is None for o in outputs):
+            while not all(o.ended for o in outputs):
                 self._step()
         finally:
             for output in outputs:
@@ -164,22 +107,23 @@ class LLM:
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
         """Computes one prompt and gives its output as it comes. Leaving the loop early cancels the rest.
 
+        With n > 1 the deltas of all choices come mixed, each in order.
+
         Raises:
             RequestError: The prompt or a parameter is wrong; raised at once, not at the first item.
         """
         return self._stream(self._submit(self._request(prompt, sampling_params or SamplingParams())))
 
-    def _stream(self, output: _Output) -> Iterator[OutputDelta]:
+    def _stream(self, output: RequestOutput) -> Iterator[OutputDelta]:
         try:
-            while True:
-                while not output.news and output.error is None:
-                    self._step()
-                if output.error is not None:
-                    raise output.error
-                delta = output.take()
-                yield delta
-                if delta.finish_reason is not None:
+            while output.error is None:
+                if (choice := output.news) is not None:
+                    yield choice.take()
+                elif output.ended:
                     return
+                else:
+                    self._step()
+            raise output.error
         finally:
             self._close(output)
 
@@ -220,15 +164,20 @@ class LLM:
             reason="BAD_PROMPT",
         )
 
-    def _submit(self, request: Request) -> _Output:
-        output = _Output(request, TextStream(self.tokenizer, request.sampling))
-        self._open[request.key] = output
-        self._commands.append(Add(request))
+    def _submit(self, request: Request) -> RequestOutput:
+        first, *forks = choices = request.choices()
+        output = RequestOutput(request, choices, self.tokenizer)
+        self._open.update((choice.key, choice) for choice in output.choices)
+        self._commands.append(Add(first, forks=tuple(forks)))
         return output
 
-    def _close(self, output: _Output) -> None:
-        if self._open.pop(output.request.key, None) is not None:
-            self._commands.append(Abort(output.request.key))
+    def _close(self, output: RequestOutput) -> None:
+        for choice in output.choices:
+            self._end(choice)
+
+    def _end(self, choice: ChoiceOutput) -> None:
+        if self._open.pop(choice.key, None) is not None:
+            self._commands.append(Abort(choice.key))
 
     def _step(self) -> None:
         commands, self._commands = self._commands, []
@@ -240,7 +189,7 @@ class LLM:
         for event in step.events:
             if isinstance(event, TokensSampled) and (output := self._open.get(event.key)) is not None:
                 if output.push(event):
-                    self._close(output)
+                    self._end(output)
                 elif event.finish_reason is not None:
                     del self._open[event.key]
             elif isinstance(event, SequenceFailed) and (output := self._open.pop(event.key, None)) is not None:
@@ -255,65 +204,3 @@ def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 def _error(event: SequenceFailed) -> PdserveError:
     kinds = {"INVALID_ARGUMENT": RequestError, "RESOURCE_EXHAUSTED": CapacityError}
     return kinds.get(event.status, EngineError)(event.message, reason=event.reason, status=event.status)
-
-
-@dataclass(slots=True)
-class _Output:
-    """One request's output so far; `news` counts tokens not yet taken by a stream."""
-
-    request: Request
-    text_stream: TextStream
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[PositionLogprobs] = field(default_factory=list)
-    text: str = ""
-    num_cached: int = 0
-    finish_reason: FinishReason | None = None
-    stop_reason: str | None = None
-    error: PdserveError | None = None
-    taken_tokens: int = 0
-    taken_chars: int = 0
-
-    @property
-    def news(self) -> bool:
-        return len(self.token_ids) > self.taken_tokens or self.finish_reason is not None
-
-    def push(self, event: TokensSampled) -> bool:
-        """Takes new tokens; True when a stop string ended the output, which the engine does not know."""
-        delta = self.text_stream.push(event.token_ids)
-        self.token_ids.extend(event.token_ids[: delta.num_tokens])
-        self.logprobs.extend(event.logprobs[: delta.num_tokens])
-        self.num_cached = max(self.num_cached, event.num_cached_tokens)
-        text, stop = delta.text, delta.stop_reason
-        if event.finish_reason is not None and stop is None:
-            last = self.text_stream.finish()
-            text, stop = text + last.text, last.stop_reason
-        self.text += text
-        self.finish_reason = event.finish_reason if stop is None else FinishReason.STOP
-        self.stop_reason = str(event.stop_token_id) if stop is None and event.stop_token_id is not None else stop
-        return stop is not None and event.finish_reason is None
-
-    def take(self) -> OutputDelta:
-        """What is new since the last call."""
-        index = self.taken_tokens
-        delta = OutputDelta(
-            index,
-            tuple(self.token_ids[index:]),
-            self.text[self.taken_chars :],
-            tuple(self.logprobs[index:]),
-            self.finish_reason,
-        )
-        self.taken_tokens, self.taken_chars = len(self.token_ids), len(self.text)
-        return delta
-
-    def completion(self) -> Completion:
-        """All of it; the request has ended."""
-        assert self.finish_reason is not None
-        return Completion(
-            self.request.prompt_token_ids,
-            self.text,
-            tuple(self.token_ids),
-            self.finish_reason,
-            self.stop_reason,
-            tuple(self.logprobs),
-            Usage(len(self.request.prompt_token_ids), len(self.token_ids), self.num_cached),
-        )

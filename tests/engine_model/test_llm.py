@@ -95,6 +95,68 @@ def test_streams_read_in_turns_share_the_engine(llm: LLM) -> None:
     idle(llm)
 
 
+@pytest.fixture
+def fork_llm() -> LLM:
+    """Choices of the fake model are equal, but for where they end."""
+    return LLM(runner="fake", page_size=4, num_pages=64, max_num_batched_tokens=32, max_num_seqs=8)
+
+
+def test_n_choices_of_one_prompt(fork_llm: LLM) -> None:
+    tokens = tuple(expected_tokens(range(9), 6))
+    several, one = fork_llm.generate([range(9), [5]], [params(6, n=3, logprobs=1), params(6)])
+    assert [c.token_ids for c in several.choices] == [tokens] * 3
+    assert {c.text for c in several.choices} == {"".join(f" t{i}" for i in tokens)}
+    assert [len(c.logprobs) for c in several.choices] == [6] * 3
+    assert (several.usage.prompt_tokens, several.usage.completion_tokens) == (9, 18)
+    first = several.choices[0]
+    assert (several.text, several.token_ids, several.logprobs) == (first.text, first.token_ids, first.logprobs)
+    assert (several.finish_reason, several.stop_reason) == (first.finish_reason, first.stop_reason)
+    assert list(one.token_ids) == expected_tokens([5], 6) and len(one.choices) == 1
+    idle(fork_llm)
+
+
+def test_a_stop_string_ends_each_choice(fork_llm: LLM) -> None:
+    tokens = expected_tokens(range(9), 12)
+    [result] = fork_llm.generate(range(9), params(12, n=4, stop=(f"t{tokens[4]} t{tokens[5]}",)))
+    assert [list(c.token_ids) for c in result.choices] == [tokens[:6]] * 4
+    assert {c.finish_reason for c in result.choices} == {FinishReason.STOP}
+    idle(fork_llm)
+
+
+def test_a_stream_of_n_choices_says_whose_each_delta_is(fork_llm: LLM) -> None:
+    tokens: list[list[int]] = [[], [], []]
+    ended = []
+    for delta in fork_llm.stream(range(9), params(7, n=3)):
+        assert delta.choice not in ended and delta.index == len(tokens[delta.choice])
+        tokens[delta.choice] += delta.token_ids
+        if delta.finish_reason is not None:
+            ended.append(delta.choice)
+    assert tokens == [expected_tokens(range(9), 7)] * 3 and sorted(ended) == [0, 1, 2]
+    idle(fork_llm)
+
+
+@pytest.mark.parametrize("num_deltas", [1, 2, 5])
+def test_leaving_a_stream_of_n_choices_frees_all_pages(fork_llm: LLM, num_deltas: int) -> None:
+    stream = fork_llm.stream(range(40), params(20, n=4))
+    for _ in range(num_deltas):
+        next(stream)
+    stream.close()
+    idle(fork_llm)
+
+
+def test_more_choices_than_fit_come_one_after_another() -> None:
+    llm = LLM(runner="fake", page_size=4, num_pages=5, max_num_batched_tokens=8, max_num_seqs=8)
+    [result] = llm.generate(range(13), params(7, n=16))
+    assert [list(c.token_ids) for c in result.choices] == [expected_tokens(range(13), 7)] * 16
+    idle(llm)
+
+
+def test_n_is_bounded() -> None:
+    for n in (0, 17):
+        with pytest.raises(RequestError, match=rf"'n' is {n}; it must be in 1..16"):
+            params(1, n=n)
+
+
 def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
     stream = llm.stream([1, 2, 3], params(40))
     assert next(stream).index == 0

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdserve import LLM, SamplingParams
+from pdserve.core.hashing import choice_seed
 from pdserve.engine.model_store import BUILT_IN_MODEL
 from tests.parity.prompts import PAGE_SIZE
 from tests.parity.reference import Reference, assert_parity, generate, references
@@ -38,6 +41,38 @@ def test_seeded_sampling_alone_equals_a_batch_of_16(expected: list[Reference], l
     assert len({o.token_ids for o in together}) == 16
     for i in range(0, 16, 3):
         assert llm.generate([prompts[i]], sampling[i])[0].token_ids == together[i].token_ids
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("num_tokens", [2 * PAGE_SIZE, 3 * PAGE_SIZE - 1])  # a full last page, and one without a token
+def test_n_choices_are_what_requests_with_their_seeds_give(
+    expected: list[Reference], llm: LLM, num_tokens: int
+) -> None:
+    prompt = next(r.prompt.token_ids for r in expected if len(r.prompt.token_ids) > num_tokens)[:num_tokens]
+    several = SamplingParams(temperature=1.2, seed=11, max_tokens=6, n=3, logprobs=0)
+    seeds = [choice_seed(11, i) for i in range(3)]
+    alone = llm.generate([prompt] * 3, [replace(several, n=1, seed=seed) for seed in seeds])
+    [together] = llm.generate(prompt, several)
+    assert [c.token_ids for c in together.choices] == [a.token_ids for a in alone]
+    assert [c.text for c in together.choices] == [a.text for a in alone]
+    assert len({c.token_ids for c in together.choices}) == 3
+    for choice, single in zip(together.choices, alone, strict=True):
+        ours, theirs = ([p.chosen.logprob for p in of.logprobs] for of in (choice, single))
+        assert ours == pytest.approx(theirs, abs=1e-4)
+    assert together.usage.prompt_tokens == num_tokens
+
+
+def test_choices_share_the_full_pages_of_their_prompt(expected: list[Reference], llm: LLM) -> None:
+    prompt = next(r.prompt.token_ids for r in expected if len(r.prompt.token_ids) > 4 * PAGE_SIZE)[: 4 * PAGE_SIZE - 2]
+    load = llm._built.core.load
+    stream = llm.stream(prompt, SamplingParams(temperature=1.0, seed=5, max_tokens=30, n=4))
+    while next(stream).choice < 3:
+        pass
+    assert load().num_pages - load().num_free_pages == 3 + 4
+    stream.close()
+    llm.generate([1], SamplingParams(max_tokens=1))
+    llm._built.core.check()
+    assert load().num_free_pages == load().num_pages
 
 
 def test_a_known_answer(llm: LLM) -> None:
