@@ -27,6 +27,7 @@ from pdserve.engine.step import (
     SchedulerOutput,
     StepEvents,
 )
+from pdserve.engine.swap import SwapSpace
 
 
 class EngineCore:
@@ -38,6 +39,7 @@ class EngineCore:
         runner: Computes steps.
         order: Order of waiting sequences.
         batching: Who may join the running ones, and how they leave; default: at every step.
+        swap: What becomes of the KV of preempted sequences; None: all are computed anew.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class EngineCore:
         runner: Runner,
         order: WaitingOrder = fcfs,
         batching: Batching | None = None,
+        swap: SwapSpace | None = None,
     ) -> None:
-        self._scheduler = Scheduler(limits, pool, order, batching)
+        self._scheduler = Scheduler(limits, pool, order, batching, swap)
         self._runner = runner
         self._output: SchedulerOutput | None = None
         self._failure: EngineError | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from itertools import takewhile
 
 from pdserve.engine.sequence import Sequence, SequenceState
 
@@ -44,6 +45,13 @@ class Queues:
             self.running.remove(seq)
         elif seq.state is SequenceState.WAITING_KV and not seq.granted:
             self.reservations.remove(seq)
+
+    def victim(self, seq: Sequence) -> Sequence | None:
+        """Whose pages a running sequence may take to grow: the youngest holder that is younger than it."""
+        # Sequences that wait with pages are victims at any age: they may be waiting for this one's place to run.
+        victims = list(takewhile(lambda s: s.page_table, self.waiting))
+        victims += (s for s in self.running if s.order > seq.order and not (s.handoff and s.reserved))
+        return max(victims, key=age, default=None)
 
     def num_pending_tokens(self) -> int:
         """Tokens known but not computed, of all that wait or run."""

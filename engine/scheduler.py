@@ -7,6 +7,7 @@ then those that wait. Invariants:
 - A sequence gets the pages of all its known tokens when it starts to run, all or nothing; only decodes grow.
 - A page is taken back only from a sequence that does not run, or is younger than the one that needs it: so the oldest
   that runs gets on, and all end.
+- A page that a step copies from may be written later in that step, but by no other process before the step ends.
 - Pages that another process may read or write (announced hand-offs, reservations) are never taken back.
 - Pages of a hand-off are announced only once its destination has reserved; until then the sequence may be requeued.
 """
@@ -14,7 +15,6 @@ then those that wait. Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import takewhile
 
 from pdserve.core.request import FinishReason, Request
 from pdserve.engine.batching import Batching, ContinuousBatching, Padding
@@ -41,6 +41,7 @@ from pdserve.engine.step import (
     SequenceFailed,
     TokensSampled,
 )
+from pdserve.engine.swap import SwapSpace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,6 +74,7 @@ class Scheduler:
         pool: The pages; touched by nobody else.
         order: Order of waiting sequences.
         batching: Who may join the running ones, and how they leave; default: at every step.
+        swap: What becomes of the KV of preempted ones; None: all are computed anew.
     """
 
     def __init__(
@@ -81,9 +83,11 @@ class Scheduler:
         pool: PagePool,
         order: WaitingOrder = fcfs,
         batching: Batching | None = None,
+        swap: SwapSpace | None = None,
     ) -> None:
         self._limits = limits
         self._pages = Holdings(pool, limits.page_size, limits.max_unreserved_fraction)
+        self._swap = swap or SwapSpace()
         self._policy = order
         self._batching = batching or ContinuousBatching(limits.max_num_seqs)
         self._padding = Padding()  # finished, but still members of a fixed batch
@@ -195,7 +199,8 @@ class Scheduler:
         for seq in chunked:
             if budget > 0:
                 budget -= self._take_chunk(seq, budget, items, scheduled)
-        self._serve_reservations(now)
+        if not self._copies:  # else pages that are about to be copied could be written by another process
+            self._serve_reservations(now)
         before = len(self._running)
         last = before + self._batching.room(now, before + len(self._padding), len(self._waiting))
         while len(self._running) < last and (budget > 0 or self._decode_waits()):
@@ -257,15 +262,18 @@ class Scheduler:
             num_free_pages=self._pages.num_free,
             num_pages=self._pages.num_pages,
             num_pending_prefill_tokens=self._queues.num_pending_tokens(),
+            preemptions=self._swap.totals(),
         )
 
     def check(self) -> None:
-        """Proves that the pool's holders are the sequences' pages and that every sequence is where its state says."""
+        """Proves that both pools' holders are the sequences' pages and that every sequence is where its state says."""
         self._pages.check([*self._sequences.values(), *self._padding])
+        self._swap.check(self._sequences.values())
         forks = {fork for seq in self._sequences.values() for fork in seq.forks}
         for seq in self._sequences.values():
             assert seq.num_computed <= len(seq.tokens) <= max(seq.max_len, seq.num_initial)
-            assert seq.num_computed <= seq.capacity
+            assert seq.num_computed <= seq.capacity or seq.host_pages
+            assert not seq.host_pages or seq.state is SequenceState.WAITING
             assert (seq in forks) == (seq.state is SequenceState.WAITING_FORK)
             self._queues.check(seq)
         self._queues.check_order()
@@ -315,6 +323,7 @@ class Scheduler:
             self._starved = None
         self._leave(seq)
         self._pages.take_back(seq)
+        self._swap.drop(seq)
         seq.move(SequenceState.FINISHED)
         del self._sequences[seq.key]
         if seq.forks:
@@ -400,8 +409,8 @@ class Scheduler:
         return num_tokens
 
     def _decode_waits(self) -> bool:
-        """Says whether the first to start has its prompt's pages already, pulled: then it is a decode."""
-        return bool(self._waiting) and bool(self._waiting[0].page_table)
+        """Says whether the first to start has its KV already, pulled or swapped: then it is a decode."""
+        return bool(self._waiting) and self._waiting[0].num_computed > 0
 
     def _start_next(self) -> Sequence | None:
         """Moves the first waiting sequence to RUNNING with all its pages, if there is room."""
@@ -422,6 +431,7 @@ class Scheduler:
         self._leave(seq)
         if need > 0:
             self._pages.give(seq, need)
+        self._copies += self._swap.restore(seq)
         seq.move(SequenceState.RUNNING)
         self._queues.enter(seq)
         return seq
@@ -432,12 +442,9 @@ class Scheduler:
             if (member := self._padding.pop()) is not None:
                 self._pages.take_back(member)
                 continue
-            # Sequences that wait with pages are victims at any age: they may be waiting for this one's place to run.
-            victims = list(takewhile(lambda s: s.page_table, self._waiting))
-            victims += (s for s in self._running if s.order > seq.order and not (s.handoff and s.reserved))
-            if not victims:
+            if (victim := self._queues.victim(seq)) is None:
                 return False
-            self._preempt(max(victims, key=age))
+            self._preempt(victim)
         self._pages.give(seq, 1)
         return True
 
@@ -455,11 +462,11 @@ class Scheduler:
                 self._preempt(victim)
 
     def _preempt(self, seq: Sequence) -> None:
-        """Takes all pages of a sequence; it waits again with its tokens, to be computed anew."""
+        """Takes all pages of a sequence; it waits again with its tokens, its KV swapped out or to be computed anew."""
         self._leave(seq)
         seq.move(SequenceState.PREEMPTED)
+        self._copies += self._swap.save(seq)
         self._pages.take_back(seq)
-        seq.num_computed = 0
         self._enqueue(seq)
         if self._starved is None or seq.order < self._starved.order:
             self._starved = seq

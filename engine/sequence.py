@@ -62,6 +62,7 @@ class Sequence:
         num_computed: Leading tokens whose KV exists.
         goal: Tokens to compute before something is sampled or handed off.
         page_table: Pages in order; capacity is the tokens that they hold.
+        host_pages: Where the KV of the computed tokens lies while it is swapped out, in order; see `engine.swap`.
         max_len: Known tokens at which it ends with LENGTH.
         stop_ids: Tokens that end it.
         forks: Sequences of the same prompt that wait (WAITING_FORK) until this one has computed it.
@@ -82,6 +83,7 @@ class Sequence:
         "goal",
         "granted",
         "handoff",
+        "host_pages",
         "key",
         "max_len",
         "num_announced",
@@ -118,6 +120,7 @@ class Sequence:
         self.goal = self.num_initial
         self.page_table: list[int] = []
         self.capacity = 0
+        self.host_pages: list[int] = []
         self.max_len = (
             max_model_len if sampling.max_tokens is None else min(max_model_len, self.num_prompt + sampling.max_tokens)
         )

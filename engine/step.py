@@ -351,6 +351,27 @@ class SequenceFailed:
 Event = TokensSampled | PagesReady | PrefillStarted | Reserved | ReservationRefused | SequenceAborted | SequenceFailed
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preemptions:
+    """Preemptions since the engine's start, and the host pool now.
+
+    Attributes:
+        num_recomputes: Preempted sequences whose KV was dropped.
+        num_swaps: Preempted sequences whose KV was swapped out.
+        swapped_out_bytes: Bytes copied to the host pool.
+        swapped_in_bytes: Bytes copied back.
+        num_host_pages: Pages of the host pool in all.
+        num_free_host_pages: Pages of the host pool free.
+    """
+
+    num_recomputes: int = 0
+    num_swaps: int = 0
+    swapped_out_bytes: int = 0
+    swapped_in_bytes: int = 0
+    num_host_pages: int = 0
+    num_free_host_pages: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class EngineLoad:
     """Load after a step.
@@ -361,6 +382,7 @@ class EngineLoad:
         num_free_pages: Pages free or evictable.
         num_pages: Pages in all.
         num_pending_prefill_tokens: Tokens known but not computed.
+        preemptions: What became of sequences preempted so far.
     """
 
     num_running: int
@@ -368,6 +390,7 @@ class EngineLoad:
     num_free_pages: int
     num_pages: int
     num_pending_prefill_tokens: int
+    preemptions: Preemptions = Preemptions()
 
 
 @dataclass(frozen=True, slots=True)

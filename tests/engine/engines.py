@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from pdserve.core.request import FinishReason, Request
 from pdserve.core.sampling import SamplingParams
@@ -11,7 +12,8 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.fake import FAKE_EOS, FakeRunner, expected_tokens, fake_layout
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.scheduler import SchedulerLimits
-from pdserve.engine.step import Command, Event, PageRef, StepEvents, TokensSampled
+from pdserve.engine.step import Command, Event, PageRef, Reserved, StepEvents, TokensSampled
+from pdserve.engine.swap import PreferSwap, SwapSpace
 
 PAGE_SIZE = 4
 LAYOUT = fake_layout(PAGE_SIZE)
@@ -49,7 +51,7 @@ def request(
 
 
 class Engine:
-    """An EngineCore with its memory; every step is followed by `check()`."""
+    """An EngineCore with its memory; every step is followed by `check()`. By default all that can be is swapped."""
 
     def __init__(
         self,
@@ -61,6 +63,8 @@ class Engine:
         max_unreserved_fraction: float = 0.25,
         eos_period: int | None = None,
         batching: Batching | None = None,
+        num_host_pages: int = 0,
+        prefer_swap: PreferSwap = lambda _: True,
     ) -> None:
         self.pool = PagePool(num_pages)
         self.memory = memoryview(bytearray(num_pages * LAYOUT.page_bytes))
@@ -71,16 +75,22 @@ class Engine:
             max_model_len=max_model_len,
             max_unreserved_fraction=max_unreserved_fraction,
         )
-        self.runner = FakeRunner(self.memory, LAYOUT, eos_period)
-        self.core = EngineCore(limits, self.pool, self.runner, batching=batching)
+        self.host_memory = memoryview(bytearray(num_host_pages * LAYOUT.page_bytes))
+        self.runner = FakeRunner(self.memory, LAYOUT, eos_period, self.host_memory)
+        swap = SwapSpace(num_host_pages, PAGE_SIZE, LAYOUT.page_bytes, prefer_swap)
+        self.core = EngineCore(limits, self.pool, self.runner, batching=batching, swap=swap)
         self.now = 0.0
 
     def step(self, *commands: Command) -> StepEvents:
         """One step after some commands."""
         self.core.begin_step(commands)
-        events = self.core.step(self.now)
+        early = self.core.schedule(self.now)
+        for event in early.events:  # another process may write the pages of a reservation from now on
+            for page in event.pages[event.num_cached_pages :] if isinstance(event, Reserved) else ():
+                self.page(page.page_id)[:] = b"\xa5" * LAYOUT.page_bytes
+        late = self.core.compute()
         self.core.check()
-        return events
+        return replace(late, events=early.events + late.events)
 
     def run(self, *commands: Command, max_steps: int = 2000) -> list[Event]:
         """Steps until nothing can be computed."""

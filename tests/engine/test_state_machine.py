@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from pdserve.core.request import FinishReason, Request
 from pdserve.engine.batching import BATCHINGS, make_batching
 from pdserve.engine.fake import expected_tokens
+from pdserve.engine.sequence import SequenceState
 from pdserve.engine.step import (
     Abort,
     Activate,
@@ -44,14 +45,26 @@ class EngineMachine(RuleBasedStateMachine):
         budget=st.integers(4, 24),
         fraction=st.sampled_from([0.0, 0.25, 1.0]),
         batching=st.sampled_from(BATCHINGS),
+        num_host_pages=st.sampled_from([0, 2, 7, 40]),
+        min_swapped=st.sampled_from([0, 9]),
     )
-    def start(self, max_num_seqs: int, budget: int, fraction: float, batching: str) -> None:
+    def start(
+        self,
+        max_num_seqs: int,
+        budget: int,
+        fraction: float,
+        batching: str,
+        num_host_pages: int,
+        min_swapped: int,
+    ) -> None:
         self.engine = Engine(
             NUM_PAGES,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_unreserved_fraction=fraction,
             batching=make_batching(batching, max_num_seqs, window_ms=3000),
+            num_host_pages=num_host_pages,
+            prefer_swap=lambda num_tokens: num_tokens >= min_swapped,
         )
         self.source = Engine(64)
         self.streams = Streams()
@@ -108,6 +121,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.commands.append(Add(first, forks=tuple(forks)))
         return multiple(first.key, *(f.key for f in forks))
 
+    @rule(target=keys, sizes=st.lists(st.tuples(st.integers(1, 9), st.integers(8, 20)), min_size=2, max_size=4))
+    def enter_crowd(self, sizes: list[tuple[int, int]]) -> MultipleResults[str]:
+        """Several that grow side by side, and get in each other's way."""
+        requests = [self.new("local", list(range(prompt)), tokens, 0, 0) for prompt, tokens in sizes]
+        self.commands += map(Add, requests)
+        return multiple(*(r.key for r in requests))
+
     @rule(key=keys)
     def mark_reserved(self, key: str) -> None:
         self.commands.append(MarkReserved(key))
@@ -143,7 +163,10 @@ class EngineMachine(RuleBasedStateMachine):
             self.one_step()
 
     def one_step(self) -> int:
+        oldest = next(iter(self.engine.core._scheduler._running), None)
         item = self.engine.step(*self.commands)
+        # A hand-off that nobody waits for gives way to one that somebody waits for, whatever else runs.
+        assert oldest is None or oldest.unreserved or oldest.state is not SequenceState.WAITING, "preempted"
         self.commands.clear()
         self.engine.now += 1.0
         self.streams.read(item.events)
@@ -177,6 +200,7 @@ class EngineMachine(RuleBasedStateMachine):
                 break
         load = self.engine.core.load()
         assert (load.num_running, load.num_waiting, load.num_free_pages) == (0, 0, NUM_PAGES)
+        assert load.preemptions.num_free_host_pages == load.preemptions.num_host_pages
         for key in self.live:
             self.check_stream(key)
 
