@@ -4,6 +4,7 @@ VENV ?= .venv
 SERVER := $(VENV)/.installed-server
 DEV := $(VENV)/.installed-dev
 export VENV PYTHON
+unexport PYTHONDONTWRITEBYTECODE # dozens of processes start here: each would compile our code anew
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' Makefile

@@ -27,14 +27,21 @@ step() {
     esac
 }
 
-for name in "${@:-ruff format mypy imports buf breaking protos}"; do
-    for check in $name; do
-        if output=$(step "$check" 2>&1); then
-            echo "ok    $check"
-        else
-            printf 'FAIL  %s\n%s\n' "$check" "$output"
-            failed+=("$check")
-        fi
-    done
+logs=$(mktemp -d)
+trap 'rm -rf "$logs"' EXIT
+checks=(${*:-ruff format mypy imports buf breaking protos})
+pids=()
+for check in "${checks[@]}"; do # beside each other: mypy takes longer than all the others
+    step "$check" >"$logs/$check" 2>&1 &
+    pids+=($!)
+done
+for i in "${!checks[@]}"; do
+    check=${checks[i]}
+    if wait "${pids[i]}"; then
+        echo "ok    $check"
+    else
+        printf 'FAIL  %s\n%s\n' "$check" "$(<"$logs/$check")"
+        failed+=("$check")
+    fi
 done
 [ ${#failed[@]} -eq 0 ] || { echo "failed: ${failed[*]}" && exit 1; }

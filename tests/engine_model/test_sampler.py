@@ -48,7 +48,7 @@ def test_equals_at_the_border_stay_by_id() -> None:
     assert kept(SamplingParams(top_k=2), torch.zeros(5)) == [0, 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     logits=st.lists(st.floats(-30, 30, width=32), min_size=1, max_size=40),
     temperature=st.sampled_from([1e-3, 0.5, 1.0, 5.0]),

@@ -43,7 +43,7 @@ def prefilling(client: Client, deployment: Deployment) -> list[BackgroundStream]
 
 
 def decoding(client: Client, deployment: Deployment) -> list[BackgroundStream]:
-    streams = [BackgroundStream(client, 40, 400, seed) for seed in range(3)]
+    streams = [BackgroundStream(client, 40, 250, seed) for seed in range(3)]
     wait_until(lambda: all(len(s.tokens) > 3 for s in streams), 20, "decodes to stream")
     return streams
 

@@ -60,7 +60,7 @@ def test_attention_equals_the_naive_one(name: str) -> None:
     torch.testing.assert_close(run(case, inputs).double(), expected, atol=2e-6, rtol=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     lens=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=4),
     page_size=st.integers(1, 6),

@@ -1,7 +1,7 @@
 """What transformers' `generate` gives for the parity prompts.
 
 It takes a minute to compute, so it is kept in `reference.json`; `python -m tests.parity.reference` writes that anew.
-The tests of this folder compute some of it again, and with `-m slow` all of it.
+The tests of this folder run on some of its prompts and compute some of it again; with `-m slow` all of them and all of it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ NEAR_TIE_GAP = 1e-3
 """A difference is accepted only where the reference's best two logits lie nearer than this."""
 MAX_NEAR_TIES = 0.02
 """Share of prompts that may differ at a near tie."""
+REPRESENTATIVE = (0, 12, 18, 26, 29, 32, 34, 37, 40, 42, 43, 44, 48)
+"""Indices of the prompts that `make test` runs: one of each entrance and kind, and the lengths at a page's border."""
 _FILE = Path(__file__).with_name("reference.json")
 
 
@@ -47,6 +49,12 @@ def references() -> list[Reference]:
     return [
         Reference(p, tuple(s["token_ids"]), tuple(s["gaps"])) for p, s in zip(prompts, stored["outputs"], strict=True)
     ]
+
+
+def some_references() -> list[Reference]:
+    """Those of `REPRESENTATIVE`."""
+    everything = references()
+    return [everything[i] for i in REPRESENTATIVE]
 
 
 def generate(prompts: Sequence[ParityPrompt]) -> list[Reference]:

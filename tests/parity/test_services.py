@@ -15,7 +15,7 @@ from pdserve.client.types import Result
 from pdserve.core.layout import KVLayout
 from pdserve.engine.model_store import BUILT_IN_MODEL, resolve_model
 from tests.parity.prompts import PAGE_SIZE
-from tests.parity.reference import NEAR_TIE_GAP, Reference, assert_parity, references
+from tests.parity.reference import NEAR_TIE_GAP, Reference, assert_parity
 from tests.support.deployment import deploy, wait_until
 
 ENGINE = ["--dtype", "float32", "--num-pages", "400", "--max-num-batched-tokens", "128", "--page-size", str(PAGE_SIZE)]
@@ -77,14 +77,9 @@ async def run_all(address: str, expected: list[Reference]) -> Outcome:
         greedy_results, left = answers[: len(expected)], answers[len(expected) :]
         first = [prompt_options(r) for r in expected[:16]]
         together = await asyncio.gather(*(ask(client, o, seed=i, **SAMPLED) for i, o in enumerate(first)))
-        alone = [await ask(client, first[i], seed=i, **SAMPLED) for i in range(0, 16, 5)]
+        alone = [await ask(client, first[i], seed=i, **SAMPLED) for i in range(0, len(first), 5)]
         with_logprobs = await ask(client, first[1], temperature=0, max_tokens=4, logprobs=3)
     return Outcome(list(greedy_results), list(together), alone, list(left), with_logprobs)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[Reference]:
-    return references()
 
 
 def outcome_of(directory: Path, workers: list[str], expected: list[Reference], threads: int) -> Outcome:
@@ -110,7 +105,6 @@ def mixed(tmp_path_factory: pytest.TempPathFactory, expected: list[Reference]) -
 @pytest.mark.parametrize("where", ["disaggregated", "mixed"])
 def test_greedy_equals_generate(where: str, request: pytest.FixtureRequest, expected: list[Reference]) -> None:
     outcome: Outcome = request.getfixturevalue(where)
-    assert len(expected) >= 40
     assert [r.usage.prompt_tokens for r in outcome.greedy] == [len(r.prompt.token_ids) for r in expected]
     assert_parity(expected, [r.token_ids for r in outcome.greedy])
 
@@ -120,7 +114,7 @@ def test_greedy_equals_generate(where: str, request: pytest.FixtureRequest, expe
 def test_streams_that_are_left(where: str, request: pytest.FixtureRequest, expected: list[Reference]) -> None:
     """As many were left at random moments beside those that were not; what they got was right, and no page leaked."""
     outcome: Outcome = request.getfixturevalue(where)
-    assert len(outcome.left) == len(outcome.greedy) >= 40
+    assert len(outcome.left) == len(outcome.greedy) == len(expected)
     for reference, got in zip(expected, outcome.left, strict=True):
         gap = min(reference.gaps[: len(got)], default=1.0)
         assert got == reference.token_ids[: len(got)] or gap < NEAR_TIE_GAP
@@ -128,11 +122,11 @@ def test_streams_that_are_left(where: str, request: pytest.FixtureRequest, expec
 
 @pytest.mark.timeout(300)
 def test_seeded_sampling_is_the_same_everywhere(disaggregated: Outcome, mixed: Outcome) -> None:
-    """MIXED and disaggregated, alone and in a batch of 16."""
+    """MIXED and disaggregated, alone and in a batch."""
     assert [r.token_ids for r in disaggregated.together] == [r.token_ids for r in mixed.together]
-    assert len({r.token_ids for r in mixed.together}) == 16
+    assert len({r.token_ids for r in mixed.together}) == len(mixed.together) > 10
     for outcome in (disaggregated, mixed):
-        assert [r.token_ids for r in outcome.alone] == [outcome.together[i].token_ids for i in range(0, 16, 5)]
+        assert [r.token_ids for r in outcome.alone] == [r.token_ids for r in outcome.together[::5]]
 
 
 def test_logprobs_are_the_same_everywhere(disaggregated: Outcome, mixed: Outcome) -> None:
@@ -150,7 +144,7 @@ def test_logprobs_are_the_same_everywhere(disaggregated: Outcome, mixed: Outcome
 def test_bytes_on_the_wire(disaggregated: Outcome, mixed: Outcome) -> None:
     """At most pages x page bytes + 2 %, and nothing at all for a prompt whose first token ended it."""
     moved = [r for r in disaggregated.greedy if len(r.token_ids) > 1]
-    assert len(moved) >= 40
+    assert len(moved) >= 0.8 * len(disaggregated.greedy)
     for result in moved:
         page_bytes = -(-result.usage.prompt_tokens // PAGE_SIZE) * PAGE_BYTES
         assert page_bytes <= result.timings.transfer_bytes <= 1.02 * page_bytes

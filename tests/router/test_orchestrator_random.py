@@ -55,7 +55,7 @@ class Script:
             client.output("r", failed("ENGINE_FAILED", "INTERNAL"), attempt)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.sampled_from(ACTIONS), max_size=30), st.booleans())
 def test_any_order(actions: list[str], settle: bool) -> None:
     async def main() -> None:

@@ -164,7 +164,7 @@ def test_a_thousand_at_once_need_few_connections(server: RedisServer) -> None:
 Step = tuple[RequestState, int, int]
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.sampled_from(list(S)), st.integers(1, 3), st.sampled_from([-1, 0, 0, 1])), max_size=8))
 def test_compare_and_set_against_the_rule(server: RedisServer, steps: list[Step]) -> None:
     name = next(_names)
