@@ -1,7 +1,7 @@
 """What transformers' `generate` gives for the parity prompts.
 
 It takes a minute to compute, so it is kept in `reference.json`; `python -m tests.parity.reference` writes that anew.
-The tests of this folder run on some of its prompts and compute some of it again; with `-m slow` all of them and all of it.
+The tests of this folder run on some of its prompts and compute some of it again; with `-m slow` all of it.
 """
 
 from __future__ import annotations
