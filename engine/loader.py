@@ -89,7 +89,7 @@ def load_model(directory: Path, dtype: str = "auto", progress: Progress | None =
     dtype = "float32" if dtype == "auto" else dtype
     assert dtype in DTYPE_BYTES, dtype
     digest = weights_digest(directory, progress)
-    transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers.utils.logging.disable_progress_bar()
     progress.begin("loading the model")
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(
