@@ -19,7 +19,7 @@ from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.kv_cache import PoolMemory
 from pdserve.engine.page_pool import PagePool
-from pdserve.engine.policies import POLICIES
+from pdserve.engine.policies import make_policy
 from pdserve.engine.profile import StepProfile, profile_steps
 from pdserve.engine.progress import Progress, SilentProgress
 from pdserve.engine.scheduler import SchedulerLimits
@@ -191,7 +191,12 @@ def _core(config: EngineConfig, runner: Runner, num_pages: int, budget: int, max
         max_unreserved_fraction=config.max_unreserved_fraction,
     )
     batching = make_batching(config.batching, config.batch_size or config.max_num_seqs, config.batch_window_ms)
-    return EngineCore(limits, PagePool(num_pages), runner, POLICIES[config.scheduling_policy], batching)
+    policy = make_policy(
+        config.scheduling_policy,
+        aging_s_per_level=config.priority_aging_s,
+        aging_tokens_per_s=config.sjf_aging_rate,
+    )
+    return EngineCore(limits, PagePool(num_pages), runner, policy, batching)
 
 
 def _model_name(config: EngineConfig) -> str:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pdserve.core.config import check, option
+from pdserve.core.config import check, flag_name, option
 from pdserve.core.errors import ConfigError
 from pdserve.engine.batching import BATCHINGS, DEFAULT_WINDOW_MS
-from pdserve.engine.policies import POLICIES
+from pdserve.engine.policies import DEFAULT_AGING_S_PER_LEVEL, DEFAULT_AGING_TOKENS_PER_S, POLICIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,23 @@ class EngineConfig:
     )
     step_target_ms: float = option(250.0, "step time that the measured token budget aims at", unit="ms", minimum=1)
     scheduling_policy: str = option(
-        "fcfs", "order of waiting sequences; fcfs: by priority, then first come first served", choices=tuple(POLICIES)
+        "fcfs",
+        "who starts first; fcfs: first come; priority: lower values; sjf: least expected work; fair: tenants in turn, "
+        "by tokens served",
+        choices=POLICIES,
+    )
+    priority_aging_s: float | None = option(
+        None,
+        f"policy priority: waiting that makes up for one level; default: {DEFAULT_AGING_S_PER_LEVEL:g}",
+        unit="s",
+        minimum=0.001,
+    )
+    sjf_aging_rate: float | None = option(
+        None,
+        "policy sjf: expected work, in prompt tokens, that a second of waiting makes up for; "
+        f"default: {DEFAULT_AGING_TOKENS_PER_S:g}",
+        unit="tokens/s",
+        minimum=0.001,
     )
     batching: str = option(
         "continuous",
@@ -87,6 +103,7 @@ class EngineConfig:
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least --max-num-seqs "
                 f"({self.max_num_seqs}), or prompts would wait for as long as a full batch decodes"
             )
+        self._check_policy()
         self._check_batching()
 
     def check_hand_offs(self) -> None:
@@ -100,6 +117,13 @@ class EngineConfig:
                 f"--batching is {self.batching!r}; prefill and decode workers take only continuous, for a sequence "
                 "that is handed over must not wait for a batch: use --role mixed or pdserve.LLM"
             )
+
+    def _check_policy(self) -> None:
+        for policy, name in (("priority", "priority_aging_s"), ("sjf", "sjf_aging_rate")):
+            if getattr(self, name) is not None and self.scheduling_policy != policy:
+                raise ConfigError(
+                    f"{flag_name(name)} is {getattr(self, name):g}; it needs --scheduling-policy {policy}"
+                )
 
     def _check_batching(self) -> None:
         if self.batch_size is not None and self.batching == "continuous":

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from pdserve.core.errors import EngineError
 from pdserve.engine.batching import Batching
+from pdserve.engine.lines import Policy
 from pdserve.engine.page_pool import PagePool
-from pdserve.engine.policies import WaitingOrder, fcfs
 from pdserve.engine.scheduler import Scheduler, SchedulerLimits
 from pdserve.engine.step import (
     Abort,
@@ -37,7 +37,7 @@ class EngineCore:
         limits: Batching limits.
         pool: Bookkeeping of the pages that `runner` computes in.
         runner: Computes steps.
-        order: Order of waiting sequences.
+        policy: Orders who starts; default: first come, first served.
         batching: Who may join the running ones, and how they leave; default: at every step.
         swap: What becomes of the KV of preempted sequences; None: all are computed anew.
     """
@@ -47,11 +47,11 @@ class EngineCore:
         limits: SchedulerLimits,
         pool: PagePool,
         runner: Runner,
-        order: WaitingOrder = fcfs,
+        policy: Policy | None = None,
         batching: Batching | None = None,
         swap: SwapSpace | None = None,
     ) -> None:
-        self._scheduler = Scheduler(limits, pool, order, batching, swap)
+        self._scheduler = Scheduler(limits, pool, policy, batching, swap)
         self._runner = runner
         self._output: SchedulerOutput | None = None
         self._failure: EngineError | None = None

@@ -2,7 +2,7 @@
 
 There are no phases. A sequence has known tokens and computed tokens, and each step hands out a token budget so that the
 second catch up with the first, in this order: sequences one token behind (decodes), the others that run, reservations,
-then those that wait. Invariants:
+then those that wait. The policy orders who starts (`engine.waiting`); once started, age counts. Invariants:
 
 - A sequence gets the pages of all its known tokens when it starts to run, all or nothing; only decodes grow.
 - A page is taken back only from a sequence that does not run, or is younger than the one that needs it: so the oldest
@@ -20,9 +20,10 @@ from pdserve.core.request import FinishReason, Request
 from pdserve.engine.batching import Batching, ContinuousBatching, Padding
 from pdserve.engine.forks import lead, release_forks
 from pdserve.engine.holdings import Holdings
+from pdserve.engine.lines import Policy, age
 from pdserve.engine.page_pool import PagePool
-from pdserve.engine.policies import WaitingOrder, fcfs
-from pdserve.engine.queues import Queues, age
+from pdserve.engine.policies import fcfs
+from pdserve.engine.queues import Queues
 from pdserve.engine.sequence import Sequence, SequenceState
 from pdserve.engine.step import (
     EngineLoad,
@@ -72,7 +73,7 @@ class Scheduler:
     Args:
         limits: Limits; a sequence that could not run alone in the pool is refused, whatever max_model_len says.
         pool: The pages; touched by nobody else.
-        order: Order of waiting sequences.
+        policy: Orders who starts; default: first come, first served.
         batching: Who may join the running ones, and how they leave; default: at every step.
         swap: What becomes of the KV of preempted ones; None: all are computed anew.
     """
@@ -81,23 +82,23 @@ class Scheduler:
         self,
         limits: SchedulerLimits,
         pool: PagePool,
-        order: WaitingOrder = fcfs,
+        policy: Policy | None = None,
         batching: Batching | None = None,
         swap: SwapSpace | None = None,
     ) -> None:
         self._limits = limits
         self._pages = Holdings(pool, limits.page_size, limits.max_unreserved_fraction)
         self._swap = swap or SwapSpace()
-        self._policy = order
+        self._policy = policy or fcfs()
         self._batching = batching or ContinuousBatching(limits.max_num_seqs)
         self._padding = Padding()  # finished, but still members of a fixed batch
         self._max_model_len = min(limits.max_model_len, pool.num_pages * limits.page_size)
         self._sequences: dict[str, Sequence] = {}
-        self._queues = q = Queues()
+        self._queues = q = Queues(self._policy)
         self._waiting, self._running, self._reservations = q.waiting, q.running, q.reservations  # to read
         self._scheduled: list[Sequence] = []  # of the step in flight
         self._copies: list[PageCopy] = []  # to do before the step that is being put together
-        self._starved: Sequence | None = None  # waits for pages; nothing younger takes any before it
+        self._starved: Sequence | None = None  # waits for pages; no reservation behind it takes any
         self._events: list[Event] = []
         self._num_added = 0
         self._step = 0
@@ -288,9 +289,9 @@ class Scheduler:
             self._events.append(SequenceFailed(old.key, "ALREADY_EXISTS", "DUPLICATE_KEY", message))
             return None
         self._num_added += 1
-        order = (float(handoff and not reserved), *self._policy(request), self._num_added)
+        order = (float(handoff and not reserved), request.arrival_s, self._num_added)
         seq = Sequence(request, order, self._max_model_len, handoff, reserved)
-        if refusal := seq.refusal(self._max_model_len):
+        if refusal := seq.refusal(self._max_model_len) or self._policy.refusal(request):
             self._events.append(SequenceFailed(request.key, "INVALID_ARGUMENT", *refusal))
             return None
         self._sequences[request.key] = seq
@@ -322,6 +323,7 @@ class Scheduler:
         if self._starved is seq:
             self._starved = None
         self._leave(seq)
+        self._queues.end(seq)
         self._pages.take_back(seq)
         self._swap.drop(seq)
         seq.move(SequenceState.FINISHED)
@@ -338,6 +340,7 @@ class Scheduler:
     def _accept(self, seq: Sequence, token: SampledToken, index: int) -> None:
         tokens = seq.tokens
         tokens.append(token.token_id)
+        self._policy.sampled(seq)
         reason = seq.finish_reason()
         # Announced pages may be read right now: they stay leased even if this token ends the request.
         ended = reason is not None and not seq.num_announced
@@ -367,6 +370,7 @@ class Scheduler:
         if full:
             self._pages.give(seq, 1)
         self._leave(seq)
+        self._queues.end(seq)
         self._padding.add(seq)
         seq.move(SequenceState.FINISHED)
         del self._sequences[seq.key]
@@ -410,13 +414,13 @@ class Scheduler:
 
     def _decode_waits(self) -> bool:
         """Says whether the first to start has its KV already, pulled or swapped: then it is a decode."""
-        return bool(self._waiting) and self._waiting[0].num_computed > 0
+        head = self._waiting.head()
+        return head is not None and head.num_computed > 0
 
     def _start_next(self) -> Sequence | None:
         """Moves the first waiting sequence to RUNNING with all its pages, if there is room."""
-        if not self._waiting:
+        if (seq := self._waiting.head()) is None:
             return None
-        seq = self._waiting[0]
         need = self._pages.pages_for(seq.goal) - len(seq.page_table)
         if need > 0:
             if self._pages.over_share(seq, need):
@@ -429,6 +433,7 @@ class Scheduler:
         if self._starved is seq:
             self._starved = None
         self._leave(seq)
+        self._queues.admit(seq)
         if need > 0:
             self._pages.give(seq, need)
         self._copies += self._swap.restore(seq)
@@ -450,7 +455,7 @@ class Scheduler:
 
     def _reclaim_for_reserved(self) -> None:
         """A reserved hand-off never waits for unreserved ones: they are requeued, youngest first."""
-        seq = self._waiting[0] if self._waiting and self._pages.num_unreserved else None
+        seq = self._waiting.head() if self._pages.num_unreserved else None
         if seq is None or not (seq.handoff and seq.reserved):
             return
         need = self._pages.pages_for(seq.goal)
@@ -468,7 +473,7 @@ class Scheduler:
         self._copies += self._swap.save(seq)
         self._pages.take_back(seq)
         self._enqueue(seq)
-        if self._starved is None or seq.order < self._starved.order:
+        if self._starved is None or self._waiting.precedes(seq, self._starved):
             self._starved = seq
 
     def _serve_reservations(self, now: float) -> None:
@@ -480,14 +485,15 @@ class Scheduler:
             self._grant_reservations()
 
     def _grant_reservations(self) -> None:
-        while self._reservations:
-            seq = self._reservations[0]
+        while (seq := self._reservations.head()) is not None:
             num_prompt_pages = self._pages.pages_for(seq.num_initial)
             # One page to decode into, unless the sequence can never need it.
             need = max(num_prompt_pages, min(num_prompt_pages + 1, self._pages.pages_for(seq.max_len - 1)))
             starved = self._starved
-            if (starved is not None and starved.order < seq.order) or not self._pages.can_give(need):
+            blocked = starved is not None and self._waiting.precedes(starved, seq)
+            if blocked or not self._pages.can_give(need):
                 return
             self._queues.leave(seq)
+            self._queues.admit(seq)
             self._pages.set_aside(seq, need)
             self._events.append(Reserved(seq.key, 0, self._pages.refs(seq, 0, num_prompt_pages)))

@@ -51,7 +51,7 @@ class Sequence:
 
     Args:
         request: What was asked.
-        order: Age: lower is older, unique on this engine.
+        order: Age: lower is older, unique on this engine; hand-offs without a destination are younger than all others.
         max_model_len: Most tokens that the engine lets a sequence have.
         handoff: It ends after its first sampled token, its pages leased.
         reserved: With handoff: the destination has its pages.
@@ -73,9 +73,15 @@ class Sequence:
         expires_s: WAITING_KV: when a reservation without pages is refused.
         released: Handoff: no reader will come.
         started: Its first step has run.
+        arrived: The policy knows it.
+        admitted: It has started once, or was granted its reservation: from then on it goes by age, not by policy.
+        rank: Place in the policy's order, set when it arrives.
+        long: Set by the waiting queue: its prompt counts as long.
     """
 
     __slots__ = (
+        "admitted",
+        "arrived",
         "capacity",
         "copy_from",
         "expires_s",
@@ -85,6 +91,7 @@ class Sequence:
         "handoff",
         "host_pages",
         "key",
+        "long",
         "max_len",
         "num_announced",
         "num_computed",
@@ -92,6 +99,7 @@ class Sequence:
         "num_prompt",
         "order",
         "page_table",
+        "rank",
         "released",
         "request",
         "reserved",
@@ -133,6 +141,10 @@ class Sequence:
         self.expires_s = 0.0
         self.released = False
         self.started = False
+        self.arrived = False
+        self.admitted = False
+        self.rank = 0.0
+        self.long = False
 
     def move(self, state: SequenceState) -> None:
         """Changes the state; an illegal change is a bug."""

@@ -10,6 +10,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.engine.batching import Batching
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.fake import FAKE_EOS, FakeRunner, expected_tokens, fake_layout
+from pdserve.engine.lines import Policy
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.scheduler import SchedulerLimits
 from pdserve.engine.step import Command, Event, PageRef, Reserved, StepEvents, TokensSampled
@@ -26,6 +27,7 @@ def request(
     *,
     emitted: Sequence[int] = (),
     priority: int = 0,
+    tenant: str = "",
     arrival_s: float = 0.0,
     stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
@@ -46,6 +48,7 @@ def request(
         ),
         eos_token_ids=frozenset({FAKE_EOS}),
         priority=priority,
+        tenant=tenant,
         arrival_s=arrival_s,
     )
 
@@ -62,6 +65,7 @@ class Engine:
         max_model_len: int = 256,
         max_unreserved_fraction: float = 0.25,
         eos_period: int | None = None,
+        policy: Policy | None = None,
         batching: Batching | None = None,
         num_host_pages: int = 0,
         prefer_swap: PreferSwap = lambda _: True,
@@ -78,7 +82,7 @@ class Engine:
         self.host_memory = memoryview(bytearray(num_host_pages * LAYOUT.page_bytes))
         self.runner = FakeRunner(self.memory, LAYOUT, eos_period, self.host_memory)
         swap = SwapSpace(num_host_pages, PAGE_SIZE, LAYOUT.page_bytes, prefer_swap)
-        self.core = EngineCore(limits, self.pool, self.runner, batching=batching, swap=swap)
+        self.core = EngineCore(limits, self.pool, self.runner, policy, batching, swap)
         self.now = 0.0
 
     def step(self, *commands: Command) -> StepEvents:

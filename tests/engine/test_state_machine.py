@@ -13,6 +13,7 @@ from hypothesis.stateful import Bundle, MultipleResults, RuleBasedStateMachine, 
 from pdserve.core.request import FinishReason, Request
 from pdserve.engine.batching import BATCHINGS, make_batching
 from pdserve.engine.fake import expected_tokens
+from pdserve.engine.policies import POLICIES, make_policy
 from pdserve.engine.sequence import SequenceState
 from pdserve.engine.step import (
     Abort,
@@ -44,6 +45,7 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 4),
         budget=st.integers(4, 24),
         fraction=st.sampled_from([0.0, 0.25, 1.0]),
+        policy=st.sampled_from(POLICIES),
         batching=st.sampled_from(BATCHINGS),
         num_host_pages=st.sampled_from([0, 2, 7, 40]),
         min_swapped=st.sampled_from([0, 9]),
@@ -53,20 +55,23 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         fraction: float,
+        policy: str,
         batching: str,
         num_host_pages: int,
         min_swapped: int,
     ) -> None:
+        self.policy = policy
         self.engine = Engine(
             NUM_PAGES,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_unreserved_fraction=fraction,
+            policy=make_policy(policy, aging_s_per_level=5.0, aging_tokens_per_s=2.0),
             batching=make_batching(batching, max_num_seqs, window_ms=3000),
             num_host_pages=num_host_pages,
             prefer_swap=lambda num_tokens: num_tokens >= min_swapped,
         )
-        self.source = Engine(64)
+        self.source = Engine(64, policy=make_policy(policy))
         self.streams = Streams()
         self.requests: dict[str, Request] = {}
         self.kind: dict[str, str] = {}
@@ -77,14 +82,15 @@ class EngineMachine(RuleBasedStateMachine):
         self.unread: set[str] = set()  # ended or released: nobody reads their pages
         self.commands: list[Command] = []
 
-    def new(self, kind: str, prompt: list[int], max_tokens: int, emitted: int, priority: int) -> Request:
+    def new(self, kind: str, prompt: list[int], max_tokens: int, emitted: int, level: int) -> Request:
         key = f"{kind}{len(self.requests)}"
         r = request(
             key,
             prompt,
             max_tokens + emitted,
             emitted=range(emitted),
-            priority=priority,
+            priority=level if self.policy == "priority" else 0,
+            tenant=f"tenant {level}",
             arrival_s=float(len(self.requests)),
         )
         self.requests[key], self.kind[key] = r, kind
@@ -97,12 +103,12 @@ class EngineMachine(RuleBasedStateMachine):
         prompt=PROMPTS,
         max_tokens=st.integers(1, 20),
         emitted=st.integers(0, 5),
-        priority=st.sampled_from([0, 0, 1]),
+        level=st.sampled_from([0, 0, 1]),
         wait_s=st.integers(0, 20),
     )
-    def enter(self, kind: str, prompt: list[int], max_tokens: int, emitted: int, priority: int, wait_s: int) -> str:
+    def enter(self, kind: str, prompt: list[int], max_tokens: int, emitted: int, level: int, wait_s: int) -> str:
         max_tokens += kind == "reservation"  # the token that came with the pages is not the last
-        r = self.new(kind, prompt, max_tokens, emitted, priority)
+        r = self.new(kind, prompt, max_tokens, emitted, level)
         if kind == "reservation":
             self.commands.append(Reserve(r, self.engine.now + wait_s))
         else:
@@ -113,11 +119,11 @@ class EngineMachine(RuleBasedStateMachine):
         target=keys,
         prompt=PROMPTS,
         members=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 5)), min_size=2, max_size=4),
-        priority=st.sampled_from([0, 0, 1]),
+        level=st.sampled_from([0, 0, 1]),
     )
-    def enter_family(self, prompt: list[int], members: list[tuple[int, int]], priority: int) -> MultipleResults[str]:
+    def enter_family(self, prompt: list[int], members: list[tuple[int, int]], level: int) -> MultipleResults[str]:
         """Several sequences of one prompt, each with its own emitted tokens."""
-        first, *forks = [self.new("local", prompt, tokens, emitted, priority) for tokens, emitted in members]
+        first, *forks = [self.new("local", prompt, tokens, emitted, level) for tokens, emitted in members]
         self.commands.append(Add(first, forks=tuple(forks)))
         return multiple(first.key, *(f.key for f in forks))
 

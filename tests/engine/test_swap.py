@@ -178,7 +178,7 @@ def test_pages_being_copied_out_are_not_reserved_in_that_step() -> None:
     requests = [request("old", range(8), 16, arrival_s=0), request("young", range(16), 9, arrival_s=1)]
     streams = Streams(engine.step(*map(Add, requests)).events)
     engine.now = 1.0
-    pulled = request("pulled", range(8), 4, arrival_s=-1.0)  # older than both: it may take the freed pages
+    pulled = request("pulled", range(8), 4, arrival_s=-1.0)  # older than both, but what gave way comes back before it
     events = engine.step(Reserve(pulled, 1000.0)).events
     streams.read(events)
     for _ in range(40):
@@ -188,7 +188,7 @@ def test_pages_being_copied_out_are_not_reserved_in_that_step() -> None:
         streams.read(events)
     assert reserved
     swapped = [output.step for output in engine.outputs if output.copies]
-    assert swapped and engine.outputs[-1].step == swapped[0] + 1
+    assert swapped and engine.outputs[-1].step not in swapped
     donor = Engine(8)
     made = donor.run(Add(pulled, handoff=True, reserved=True))
     pages = [p for e in made for p in getattr(e, "pages", ())]
