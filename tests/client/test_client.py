@@ -138,7 +138,7 @@ def test_a_broken_stream_never_looks_finished(face: str, script: Any) -> None:
 def test_deadline(face: str) -> None:
     with serving(silent) as (router, address):
         with pytest.raises(DeadlineExceeded):
-            ask(face, address, "Hi", timeout_s=0.2)
+            ask(face, address, "Hi", timeout_s=1.0)
         router.ended.get(timeout=WAIT_S)
 
 

@@ -111,7 +111,7 @@ async def until_subscribed(store: RedisServer, cluster: str) -> None:
 
 def test_a_dead_store_empties_nothing_and_its_return_is_noticed(caplog):
     async def main(store: RedisServer):
-        async with registry(store, "down", poll_s=0.02, ttl_s=0.3) as table:
+        async with registry(store, "down", poll_s=0.02, ttl_s=1.0) as table:
             await table.register(RECORD)
             async with asyncio.timeout(20), aclosing(table.watch()) as tables:
                 assert await anext(tables) == (RECORD,)

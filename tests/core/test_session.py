@@ -340,7 +340,7 @@ def test_heartbeats_carry_load_and_draining():
 
 def test_a_silent_router_is_ended():
     async def main():
-        async with worker(router_timeout_s=0.1) as (handler, _, address), router_session(address) as router:
+        async with worker(router_timeout_s=0.5) as (handler, _, address), router_session(address) as router:
             with pytest.raises(PdserveError) as raised:
                 await router.receive("step_outputs")
             assert raised.value.reason == "ROUTER_SILENT"
@@ -352,10 +352,10 @@ def test_a_silent_router_is_ended():
 def test_heartbeats_of_the_router_keep_the_session():
     async def main():
         async with (
-            worker(router_timeout_s=0.5, heartbeat_s=0.05) as (handler, _, address),
+            worker(router_timeout_s=1.0, heartbeat_s=0.05) as (handler, _, address),
             router_session(address) as router,
         ):
-            for _ in range(20):  # a second and more of worker heartbeats
+            for _ in range(40):  # twice the limit, told by the worker's heartbeats
                 await router.send(heartbeat=worker_pb2.RouterHeartbeat())
                 await router.receive("heartbeat")
             assert handler.ended == []

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from pdserve.client import Client
-from pdserve.client.errors import PdserveError, Unavailable
+from pdserve.client.errors import Unavailable
 from tests.support.deployment import Deployment, deploy, wait_until
+
+from .streams import BackgroundStream, wait_begun
 
 ERROR_WITHIN_S = 5.0
 
@@ -27,49 +27,25 @@ def deployment(tmp_path: Path) -> Iterator[Deployment]:
         yield running
 
 
-class Background:
-    """A request in a thread, whose end is either its tokens or its error with the time that it took to come."""
-
-    def __init__(self, client: Client, prompt: list[int], max_tokens: int) -> None:
-        self.num_tokens = 0
-        self.error: PdserveError | None = None
-        self.ended_s = 0.0
-        self._stream = client.stream(prompt_token_ids=prompt, max_tokens=max_tokens, ignore_eos=True, timeout_s=60)
-        self._thread = threading.Thread(target=self._run)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            for delta in self._stream:
-                self.num_tokens += len(delta.token_ids)
-        except PdserveError as e:
-            self.error = e
-        self.ended_s = time.monotonic()
-
-    def join(self) -> None:
-        self._thread.join(60)
-        assert not self._thread.is_alive(), "the stream hangs"
-
-
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_killed_worker(deployment: Deployment, victim: str) -> None:
     survivor = "decode-0" if victim == "prefill-0" else "prefill-0"
     with deployment.client() as client:
         if victim == "prefill-0":
-            streams = [Background(client, [7] * 2000, 4) for _ in range(3)]
+            streams = [BackgroundStream(client, 2000, 4, seed) for seed in range(3)]
             wait_until(
                 lambda: deployment.metric(victim, "pdserve_engine_sequences_running") > 0, 20, "a prefill to run"
             )
         else:
-            streams = [Background(client, [7] * 40, 2000) for _ in range(3)]
-            wait_until(lambda: all(s.num_tokens > 3 for s in streams), 20, "decodes to stream")
+            streams = [BackgroundStream(client, 40, 2000, seed) for seed in range(3)]
+            wait_begun(streams, 4)
         killed_s = time.monotonic()
         deployment.kill(victim)
         for stream in streams:
-            stream.join()
-            assert isinstance(stream.error, Unavailable), stream.error
-            assert victim in stream.error.message
-            assert stream.ended_s - killed_s < ERROR_WITHIN_S
+            error = stream.end()
+            assert isinstance(error, Unavailable), error
+            assert victim in error.message
+            assert stream.ended_s is not None and stream.ended_s - killed_s < ERROR_WITHIN_S
         wait_until(lambda: deployment.all_pages_free(survivor), 20, f"{survivor} to free its pages")
 
         survivor_pid = deployment.children[survivor].pid

@@ -13,7 +13,7 @@ from pdserve.client import Client
 from pdserve.client.errors import Unavailable
 from tests.support.deployment import Deployment, deploy, wait_until
 
-from .streams import BackgroundStream
+from .streams import BackgroundStream, wait_begun
 
 FLAGS = ["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "1024", "--fake-step-ms", "20"]
 TIMEOUTS = ["--router-timeout-s", "3"]
@@ -44,7 +44,7 @@ def prefilling(client: Client, deployment: Deployment) -> list[BackgroundStream]
 
 def decoding(client: Client, deployment: Deployment) -> list[BackgroundStream]:
     streams = [BackgroundStream(client, 40, 250, seed) for seed in range(3)]
-    wait_until(lambda: all(len(s.tokens) > 3 for s in streams), 20, "decodes to stream")
+    wait_begun(streams, 4)
     return streams
 
 
@@ -99,7 +99,7 @@ def test_stopped_router_loses_its_sequences(deployment: Deployment) -> None:
 def test_killed_router(deployment: Deployment) -> None:
     with deployment.client() as client:
         streams = [BackgroundStream(client, 40 if i % 2 else 800, 400, i) for i in range(30)]
-        wait_until(lambda: any(s.tokens for s in streams), 20, "a stream to begin")
+        wait_begun(streams[:1])
         deployment.kill("router")
         killed_s = time.monotonic()
         for stream in streams:

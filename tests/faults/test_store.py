@@ -13,7 +13,7 @@ from pdserve.client.errors import Unavailable
 from tests.support.deployment import Deployment, wait_until
 from tests.support.redis_server import RedisServer, redis_process
 
-from .streams import BackgroundStream
+from .streams import BackgroundStream, wait_begun
 
 FLAGS = ["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "512", "--fake-step-ms", "10"]
 
@@ -34,8 +34,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Deployment
 
 def running(client: Client) -> list[BackgroundStream]:
     streams = [BackgroundStream(client, 100, 400, seed) for seed in range(4)]
-    wait_until(lambda: all(s.tokens or s.error for s in streams), 20, "the streams to begin")
-    assert [s.error for s in streams] == [None] * 4
+    wait_begun(streams)
     return streams
 
 

@@ -153,11 +153,11 @@ def test_a_peer_that_falls_silent_is_taken_for_dead() -> None:
 
 def test_heartbeats_keep_a_long_prompt_waiting() -> None:
     async def body() -> None:
-        async with world(heartbeat_s=0.1, peer_timeout_s=0.5) as w:
+        async with world(heartbeat_s=0.1, peer_timeout_s=1.0) as w:
             w.server.offer("t", 1)
             incoming = w.start("t", 1)
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(incoming.result(), 1.5)  # thrice the limit of a silent peer
+                await asyncio.wait_for(incoming.result(), 2.5)  # more than twice the limit of a silent peer
             w.server.pages_ready("t", 0, [Ref(6)])
             w.complete("t", 1)
             await incoming.result()
