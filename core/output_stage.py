@@ -89,29 +89,23 @@ class OutputState:
             stop_token_id: The token that ended it, if one did.
             num_cached_tokens: Prompt tokens that came from the prefix cache.
         """
-        delta = self._stream.push(token_ids)
-        text, stop, used = delta.text, delta.stop_reason, delta.num_tokens
-        if finish_reason is not None and stop is None:
-            last = self._stream.finish()
-            text, stop = text + last.text, last.stop_reason
+        news = self._stream.advance(token_ids, finish_reason, stop_token_id)
         self._num_cached = max(self._num_cached, num_cached_tokens)
         message = worker_pb2.SequenceOutput(
             fence=self._fence,
             delta=common_pb2.Delta(
                 index=self._num_tokens,
-                token_ids=token_ids[:used],
-                text=text,
+                token_ids=token_ids[: news.num_tokens],
+                text=news.text,
                 text_offset=self._num_chars,
-                logprobs=map(_position, logprobs[:used]),
+                logprobs=map(_position, logprobs[: news.num_tokens]),
             ),
         )
-        self._num_tokens += used
-        self._num_chars += len(text)
-        reason = FinishReason.STOP if stop is not None else finish_reason
-        if reason is not None:
-            matched = stop if stop is not None else "" if stop_token_id is None else str(stop_token_id)
-            message.finished.CopyFrom(self._finished(reason, matched))
-        return Output(message, used, reason, stop is not None and finish_reason is None)
+        self._num_tokens += news.num_tokens
+        self._num_chars += len(news.text)
+        if news.finish_reason is not None:
+            message.finished.CopyFrom(self._finished(news.finish_reason, news.stop_reason or ""))
+        return Output(message, news.num_tokens, news.finish_reason, news.stopped_early)
 
     def _finished(self, reason: FinishReason, stop_reason: str) -> worker_pb2.SequenceFinished:
         return worker_pb2.SequenceFinished(

@@ -6,7 +6,7 @@ Names are the field's (vLLM's set). All exist from the first day; one that is no
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
 from pdserve.core.errors import RequestError, UnimplementedError
@@ -16,21 +16,16 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 256
+MAX_LOGIT_BIASES = 1024
+MAX_ALLOWED_TOKEN_IDS = 1 << 16
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
+BIAS_LIMIT = 100.0
 DEFAULT_MAX_TOKENS = 256
 
-_NOT_HONOURED = (
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "min_tokens",
-    "logit_bias",
-    "allowed_token_ids",
-    "bad_words",
-    "prompt_logprobs",
-    "structured_outputs",
-    "echo",
-)
+_NOT_HONOURED = ("prompt_logprobs", "structured_outputs", "echo")
 """Fields whose only accepted value is their default."""
+_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,19 +39,21 @@ class SamplingParams:
         top_p: Nucleus mass in (0, 1].
         top_k: Keep the k likeliest tokens; 0 keeps all.
         min_p: Keep tokens with probability >= min_p * max probability, in [0, 1].
-        presence_penalty: Not honoured yet.
-        frequency_penalty: Not honoured yet.
-        repetition_penalty: Not honoured yet.
+        presence_penalty: Taken from the logit of every token that is in the output so far, in [-2, 2].
+        frequency_penalty: Taken once for every time that a token is in the output so far, in [-2, 2].
+        repetition_penalty: > 0; the positive logits of tokens in prompt and output are divided by it, the negative ones
+            multiplied.
         seed: Noise key in [0, 2**64); None: drawn at the entrance.
         stop: Strings that end the stream.
         stop_token_ids: Token ids that end the stream; at most `MAX_STOP_TOKEN_IDS`.
         include_stop_str_in_output: Keep the matched stop string in the text.
         ignore_eos: Do not stop at the end-of-sequence token.
         max_tokens: Tokens to generate at most, >= 1; None: `DEFAULT_MAX_TOKENS` or what the context leaves.
-        min_tokens: Not honoured yet.
-        logit_bias: Not honoured yet.
-        allowed_token_ids: Not honoured yet.
-        bad_words: Not honoured yet.
+        min_tokens: So many tokens come before an end-of-sequence token, stop token or stop string may end the stream.
+        logit_bias: Added to logits by token id; values are clamped to [-BIAS_LIMIT, BIAS_LIMIT].
+        allowed_token_ids: Only these may be chosen; empty: all.
+        bad_words: Words that must not appear in the output. The tokens of a word, with and without a space before it,
+            are never completed; another way to spell it with tokens is not found.
         logprobs: Likeliest tokens to report per position, 0..20; None: no log-probabilities.
         prompt_logprobs: Not honoured yet.
         skip_special_tokens: Leave special tokens out of the text.
@@ -93,6 +90,10 @@ class SamplingParams:
     echo: bool = False
 
     def __post_init__(self) -> None:
+        for name in _LISTS:
+            value = getattr(self, name)
+            if not isinstance(value, tuple):
+                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for f in fields(self):
             if f.name in _NOT_HONOURED and getattr(self, f.name) != f.default:
                 raise UnimplementedError(
@@ -101,6 +102,11 @@ class SamplingParams:
                 )
         if not 1 <= self.n <= MAX_N:
             _refuse("n", self.n, f"in 1..{MAX_N}")
+        self._check_choice()
+        self._check_penalties()
+        self._check_end()
+
+    def _check_choice(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             _refuse("temperature", self.temperature, "a finite number >= 0 (0 is greedy)")
         if not 0 < self.top_p <= 1:
@@ -111,18 +117,42 @@ class SamplingParams:
             _refuse("min_p", self.min_p, "in [0, 1]")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             _refuse("seed", self.seed, "in [0, 2**64)")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            _refuse("max_tokens", self.max_tokens, "at least 1")
         if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
             _refuse("logprobs", self.logprobs, f"in 0..{MAX_LOGPROBS}")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            _refuse("stop", f"{len(self.stop)} strings", f"at most {MAX_STOP_STRINGS}")
-        if any(not s or len(s) > MAX_STOP_STRING_CHARS for s in self.stop):
-            _refuse("stop", list(self.stop), f"non-empty strings of at most {MAX_STOP_STRING_CHARS} characters")
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            _refuse("stop_token_ids", f"{len(self.stop_token_ids)} ids", f"at most {MAX_STOP_TOKEN_IDS}")
-        if any(t < 0 for t in self.stop_token_ids):
-            _refuse("stop_token_ids", list(self.stop_token_ids), "token ids >= 0")
+        _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
+        _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        if any(not word.strip() for word in self.bad_words):
+            _refuse("bad_words", list(self.bad_words), "words that are not blank")
+
+    def _check_penalties(self) -> None:
+        for name in ("presence_penalty", "frequency_penalty"):
+            if not -2 <= getattr(self, name) <= 2:
+                _refuse(name, getattr(self, name), "in [-2, 2]")
+        if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
+            _refuse("repetition_penalty", self.repetition_penalty, "a finite number > 0 (1 is none)")
+        if self.logit_bias is not None:
+            _check_token_ids("logit_bias", tuple(self.logit_bias), MAX_LOGIT_BIASES)
+            if any(math.isnan(bias) for bias in self.logit_bias.values()):
+                _refuse("logit_bias", dict(self.logit_bias), "numbers by token id")
+            clamped = {t: min(BIAS_LIMIT, max(-BIAS_LIMIT, float(bias))) for t, bias in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", clamped or None)
+
+    def _check_end(self) -> None:
+        if self.max_tokens is not None and self.max_tokens < 1:
+            _refuse("max_tokens", self.max_tokens, "at least 1")
+        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
+            _refuse("min_tokens", self.min_tokens, f"in 0..max_tokens ({self.max_tokens or DEFAULT_MAX_TOKENS})")
+        _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
+        _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Checks the token ids that a request names against the model's vocabulary.
+
+        Raises:
+            RequestError: An id is not in [0, vocab_size); the message names the field.
+        """
+        for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            check_token_ids(f"sampling parameter '{name}'", tuple(getattr(self, name) or ()), vocab_size)
 
     @property
     def greedy(self) -> bool:
@@ -132,3 +162,31 @@ class SamplingParams:
 
 def _refuse(name: str, value: object, expected: str) -> None:
     raise RequestError(f"sampling parameter '{name}' is {value!r}; it must be {expected}", reason="BAD_PARAMETER")
+
+
+def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
+    """Checks that token ids are in the vocabulary.
+
+    Raises:
+        RequestError: One is not in [0, vocab_size); the message begins with `name`.
+    """
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        position, bad = next((i, t) for i, t in enumerate(ids) if not 0 <= t < vocab_size)
+        raise RequestError(
+            f"{name}: token id {bad} at position {position} is outside the vocabulary; ids are 0 to {vocab_size - 1}",
+            reason="BAD_TOKEN_ID",
+        )
+
+
+def _check_token_ids(name: str, ids: Sequence[int], most: int) -> None:
+    if len(ids) > most:
+        _refuse(name, f"{len(ids)} ids", f"at most {most}")
+    if any(t < 0 for t in ids):
+        _refuse(name, list(ids), "token ids >= 0")
+
+
+def _check_strings(name: str, strings: Sequence[str], most: int, most_chars: int) -> None:
+    if len(strings) > most:
+        _refuse(name, f"{len(strings)} strings", f"at most {most}")
+    if any(not s or len(s) > most_chars for s in strings):
+        _refuse(name, list(strings), f"non-empty strings of at most {most_chars} characters")

@@ -27,7 +27,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
             value = getattr(message, f.name)
             values[f.name] = _shortest(value) if isinstance(value, float) else value
     if message.logit_bias:
-        values["logit_bias"] = dict(message.logit_bias)
+        values["logit_bias"] = {token: _shortest(bias) for token, bias in message.logit_bias.items()}
     if message.HasField("structured_outputs"):
         values["structured_outputs"] = {message.structured_outputs.WhichOneof("constraint") or "choice": True}
     params = SamplingParams(**values)  # type: ignore[arg-type]
@@ -49,6 +49,8 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
             continue
         if f.name in _LISTS:
             getattr(message, f.name).extend(value)
+        elif f.name == "logit_bias":
+            message.logit_bias.update(value)
         else:
             setattr(message, f.name, value)
     return message

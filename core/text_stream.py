@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pdserve.core.request import FinishReason
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.tokenizer import Tokenizer
 
@@ -34,20 +35,63 @@ class TextDelta:
     num_tokens: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class StreamNews:
+    """What new tokens mean to the reader of a stream.
+
+    Attributes:
+        text: Text that became certain; may be empty.
+        num_tokens: Tokens that count: all of them, or up to and with the one that completed a stop string.
+        finish_reason: Why the stream ended; None: it goes on.
+        stop_reason: The stop string, or the stop token as decimal text, that ended it; None if neither did.
+        stopped_early: True: a stop string ended it, which the engine does not know.
+    """
+
+    text: str
+    num_tokens: int
+    finish_reason: FinishReason | None
+    stop_reason: str | None
+    stopped_early: bool
+
+
 class TextStream:
     """Detokenises one output stream and matches its stop strings.
 
+    A stop string that is complete within the first `min_tokens` tokens is text like any other.
+
     Args:
         tokenizer: The model's tokenizer.
-        params: `stop`, `include_stop_str_in_output` and `skip_special_tokens` are read.
+        params: `stop`, `include_stop_str_in_output`, `min_tokens` and `skip_special_tokens` are read.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
         self._detokenizer = _Detokenizer(tokenizer, params.skip_special_tokens)
         self._stop = params.stop
         self._include_stop = params.include_stop_str_in_output
+        self._num_free = params.min_tokens
+        self._num_tokens = 0
         self._held = ""
         self._ended = False
+
+    def advance(
+        self, token_ids: Sequence[int], finish_reason: FinishReason | None = None, stop_token_id: int | None = None
+    ) -> StreamNews:
+        """Takes what the engine gave in one step; after an end nothing more may follow.
+
+        Args:
+            token_ids: New tokens.
+            finish_reason: Set when the engine ended the stream with them.
+            stop_token_id: The token that ended it, if one did.
+        """
+        delta = self.push(token_ids)
+        text, stop = delta.text, delta.stop_reason
+        if finish_reason is not None and stop is None:
+            last = self.finish()
+            text, stop = text + last.text, last.stop_reason
+        if stop is not None:
+            return StreamNews(text, delta.num_tokens, FinishReason.STOP, stop, finish_reason is None)
+        matched = None if stop_token_id is None else str(stop_token_id)
+        return StreamNews(text, delta.num_tokens, finish_reason, matched, False)
 
     def push(self, token_ids: Sequence[int]) -> TextDelta:
         """Takes new tokens. After a stop string matched, further pushes give nothing.
@@ -59,6 +103,7 @@ class TextStream:
             return TextDelta("")
         out = ""
         for used, token_id in enumerate(token_ids, 1):
+            self._num_tokens += 1
             text, stop = self._take(self._detokenizer.push(token_id))
             out += text
             if stop is not None:
@@ -82,7 +127,7 @@ class TextStream:
         if not new:
             return "", None
         text = self._held + new
-        if match := first_stop(text, self._stop):
+        if self._num_tokens > self._num_free and (match := first_stop(text, self._stop, len(self._held))):
             start, stop = match
             self._ended, self._held = True, ""
             return text[: start + len(stop) if self._include_stop else start], stop
@@ -91,13 +136,18 @@ class TextStream:
         return text[: len(text) - keep], None
 
 
-def first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+def first_stop(text: str, stops: Sequence[str], num_passed: int = 0) -> tuple[int, str] | None:
     """The stop string that is complete first in reading order; of several that end together the longest.
+
+    Args:
+        text: To search.
+        stops: Stop strings, not empty.
+        num_passed: Leading characters of the text within which no stop string may end.
 
     Returns:
         Its start and itself, or None.
     """
-    found = [(at + len(s), at, s) for s in stops if (at := text.find(s)) >= 0]
+    found = [(at + len(s), at, s) for s in stops if (at := text.find(s, max(0, num_passed - len(s) + 1))) >= 0]
     if not found:
         return None
     _, start, stop = min(found)

@@ -110,6 +110,10 @@ class Tokenizer:
         """Ids of a text, with the special tokens that the model's files add."""
         return self._backend.encode(text, True)
 
+    def encode_part(self, text: str) -> list[int]:
+        """Ids of a text that is not a whole prompt: no special tokens are added."""
+        return self._backend.encode(text, False)
+
     def encode_chat(self, messages: ChatMessages) -> list[int]:
         """Ids of a conversation, rendered by the model's template and open for the assistant's answer.
 

@@ -7,7 +7,6 @@ from contextlib import AsyncExitStack
 from pdserve.core.background import Background, in_own_thread
 from pdserve.core.streams import welcome_message
 from pdserve.core.submission import ModelLimits
-from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.worker_app import LoadedWorker, WorkerContext
 from pdserve.decode_service.service import DecodeService
 from pdserve.engine.async_engine import AsyncEngine
@@ -38,7 +37,6 @@ class DecodeWorker:
         pool = built.pool_memory
         assert isinstance(pool, KvPool)
         self._stack.callback(pool.close)
-        tokenizer = Tokenizer.from_dir(built.model_dir) if built.model_dir else Tokenizer.fake(built.vocab_size)
         loaded = LoadedWorker(
             identity_digest=built.identity_digest,
             layout=built.layout.to_json(),
@@ -64,7 +62,7 @@ class DecodeWorker:
             limits=ModelLimits(
                 max_model_len=built.max_model_len, vocab_size=built.vocab_size, eos_token_ids=built.eos_token_ids
             ),
-            tokenizer=tokenizer,
+            tokenizer=built.tokenizer,
             clock=context.clock,
             metrics=context.metrics,
             tracing=context.tracing,

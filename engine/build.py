@@ -13,6 +13,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.hashing import identity_digest
 from pdserve.core.layout import KVLayout
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.batching import make_batching
 from pdserve.engine.config import EngineConfig
@@ -44,7 +45,8 @@ class EngineFacts:
         max_model_len: Prompt and output tokens together, at most.
         vocab_size: Token ids are below it.
         eos_token_ids: End-of-sequence tokens.
-        model_dir: Directory of the model (tokenizer); None for the fake.
+        model_dir: Directory of the model; None for the fake.
+        tokenizer: Of the model.
         pool_memory: Memory of the pages.
         token_budget: Tokens that a step may compute.
         profile: What the token budget was chosen from; None when it was given.
@@ -58,6 +60,7 @@ class EngineFacts:
     vocab_size: int
     eos_token_ids: frozenset[int]
     model_dir: Path | None
+    tokenizer: Tokenizer
     pool_memory: PoolMemory
     token_budget: int
     profile: StepProfile | None
@@ -92,7 +95,7 @@ def build_core(config: EngineConfig, make_pool: MakePool, progress: Progress | N
         progress: Told about long steps.
 
     Raises:
-        ConfigError: The model or the memory does not fit the configuration.
+        ConfigError: The model, its tokenizer or the memory does not fit the configuration.
     """
     if config.runner == "fake":
         return _build_fake(config, make_pool)
@@ -120,6 +123,7 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
         vocab_size=FAKE_VOCAB_SIZE,
         eos_token_ids=frozenset({FAKE_EOS}),
         model_dir=None,
+        tokenizer=Tokenizer.fake(FAKE_VOCAB_SIZE),
         pool_memory=memory,
         token_budget=budget,
         profile=None,
@@ -138,6 +142,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     import torch
 
     from pdserve.engine.loader import load_model
+    from pdserve.engine.processors import standard_processors
     from pdserve.engine.runner import ModelRunner
 
     torch.set_num_threads(config.threads or 1)
@@ -146,7 +151,10 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     num_pages = config.num_pages or _num_pages(config, layout)
     memory = make_pool(layout, num_pages)
     max_model_len = _max_model_len(config, layout, num_pages, loaded.max_model_len)
-    runner = ModelRunner(loaded, layout, num_pages, memory)
+    tokenizer = Tokenizer.from_dir(model_dir)
+    # Features that edit logits, in the order of application; see engine.logits.
+    processors = standard_processors(loaded.eos_token_ids, tokenizer.encode_part, loaded.model.device)
+    runner = ModelRunner(loaded, layout, num_pages, memory, processors=processors)
     budget, profile = config.max_num_batched_tokens, None
     if budget is None:
         progress.begin("measuring step times")
@@ -163,6 +171,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         model_dir=model_dir,
+        tokenizer=tokenizer,
         pool_memory=memory,
         token_budget=budget,
         profile=profile,

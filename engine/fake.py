@@ -12,8 +12,9 @@ import numpy as np
 
 from pdserve.core.layout import KVLayout
 from pdserve.core.request import PositionLogprobs, TokenLogprob
+from pdserve.engine.fake_choice import choose
 from pdserve.engine.page_copies import PageCopies
-from pdserve.engine.step import RunnerOutput, SampledToken, ScheduledSequence, SchedulerOutput
+from pdserve.engine.step import RunnerOutput, SampledToken, SamplingFailure, ScheduledSequence, SchedulerOutput
 
 FAKE_VOCAB_SIZE = 257
 FAKE_EOS = 256
@@ -81,10 +82,13 @@ class FakeRunner:
         noise = _mix(np.add.reduceat(terms.sum(axis=1), first)).tolist()
         return RunnerOutput(tuple(map(self._sample, items, noise)))
 
-    def _sample(self, item: ScheduledSequence, noise: int) -> SampledToken | None:
+    def _sample(self, item: ScheduledSequence, noise: int) -> SampledToken | SamplingFailure | None:
         if item.sampling is None:
             return None
-        token, num_logprobs = _token(noise, self._eos_period), item.sampling.logprobs
+        token = choose(_token(noise, self._eos_period), noise, item.sampling, item, FAKE_VOCAB_SIZE, FAKE_EOS)
+        if isinstance(token, SamplingFailure):
+            return token
+        num_logprobs = item.sampling.logprobs
         chosen = TokenLogprob(token, 0.0, 1)
         return SampledToken(token, None if num_logprobs is None else PositionLogprobs(chosen, (chosen,)[:num_logprobs]))
 

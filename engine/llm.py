@@ -16,10 +16,17 @@ from numbers import Integral
 from pathlib import Path
 from typing import cast
 
-from pdserve.core.errors import CapacityError, ConfigError, EngineError, PdserveError, RequestError
+from pdserve.core.errors import (
+    CapacityError,
+    ConfigError,
+    EngineError,
+    PdserveError,
+    RequestError,
+    UnimplementedError,
+)
 from pdserve.core.request import Request
-from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams
-from pdserve.core.tokenizer import ChatMessages, Tokenizer
+from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams, check_token_ids
+from pdserve.core.tokenizer import ChatMessages
 from pdserve.engine.build import build_core
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache import PlainPool
@@ -54,8 +61,7 @@ class LLM:
         except TypeError as e:
             raise ConfigError(f"LLM: {e}; the options are the fields of EngineConfig") from e
         self._built = build_core(config, PlainPool, progress)
-        directory = self._built.model_dir
-        self.tokenizer = Tokenizer.from_dir(directory) if directory else Tokenizer.fake(self._built.vocab_size)
+        self.tokenizer = self._built.tokenizer
         self._commands: list[Command] = []
         self._open: dict[str, ChoiceOutput] = {}
         self._num_requests = 0
@@ -131,8 +137,8 @@ class LLM:
         tokens = self._encode(prompt)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", reason="EMPTY_PROMPT")
-        if not all(0 <= t < self._built.vocab_size for t in tokens):
-            raise RequestError(f"token ids must be in [0, {self._built.vocab_size})", reason="BAD_TOKEN_ID")
+        check_token_ids("prompt", tokens, self._built.vocab_size)
+        sampling.check_vocabulary(self._built.vocab_size)
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise RequestError(
@@ -202,5 +208,9 @@ def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
 
 
 def _error(event: SequenceFailed) -> PdserveError:
-    kinds = {"INVALID_ARGUMENT": RequestError, "RESOURCE_EXHAUSTED": CapacityError}
+    kinds: dict[str, type[PdserveError]] = {
+        "INVALID_ARGUMENT": RequestError,
+        "RESOURCE_EXHAUSTED": CapacityError,
+        "UNIMPLEMENTED": UnimplementedError,
+    }
     return kinds.get(event.status, EngineError)(event.message, reason=event.reason, status=event.status)

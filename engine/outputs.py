@@ -147,18 +147,13 @@ class ChoiceOutput:
 
     def push(self, event: TokensSampled) -> bool:
         """Takes new tokens; True when a stop string ended the output, which the engine does not know."""
-        delta = self._text_stream.push(event.token_ids)
-        self.token_ids.extend(event.token_ids[: delta.num_tokens])
-        self._logprobs.extend(event.logprobs[: delta.num_tokens])
+        news = self._text_stream.advance(event.token_ids, event.finish_reason, event.stop_token_id)
+        self.token_ids.extend(event.token_ids[: news.num_tokens])
+        self._logprobs.extend(event.logprobs[: news.num_tokens])
         self.num_cached = max(self.num_cached, event.num_cached_tokens)
-        text, stop = delta.text, delta.stop_reason
-        if event.finish_reason is not None and stop is None:
-            last = self._text_stream.finish()
-            text, stop = text + last.text, last.stop_reason
-        self._text += text
-        self.finish_reason = event.finish_reason if stop is None else FinishReason.STOP
-        self._stop_reason = str(event.stop_token_id) if stop is None and event.stop_token_id is not None else stop
-        return stop is not None and event.finish_reason is None
+        self._text += news.text
+        self.finish_reason, self._stop_reason = news.finish_reason, news.stop_reason
+        return news.stopped_early
 
     def take(self) -> OutputDelta:
         """What is new since the last call."""

@@ -64,6 +64,7 @@ class Sequence:
         page_table: Pages in order; capacity is the tokens that they hold.
         host_pages: Where the KV of the computed tokens lies while it is swapped out, in order; see `engine.swap`.
         max_len: Known tokens at which it ends with LENGTH.
+        min_len: Known tokens up to which no token ends it.
         stop_ids: Tokens that end it.
         forks: Sequences of the same prompt that wait (WAITING_FORK) until this one has computed it.
         copy_from: A page to be copied into its first page that is not shared, when it starts; held until then. Its
@@ -93,6 +94,7 @@ class Sequence:
         "key",
         "long",
         "max_len",
+        "min_len",
         "num_announced",
         "num_computed",
         "num_initial",
@@ -132,6 +134,7 @@ class Sequence:
         self.max_len = (
             max_model_len if sampling.max_tokens is None else min(max_model_len, self.num_prompt + sampling.max_tokens)
         )
+        self.min_len = self.num_prompt + sampling.min_tokens
         eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids = eos | frozenset(sampling.stop_token_ids)
         self.forks: tuple[Sequence, ...] = ()
@@ -153,7 +156,7 @@ class Sequence:
 
     def finish_reason(self) -> FinishReason | None:
         """Why the newest token ends the sequence, or None."""
-        if self.tokens[-1] in self.stop_ids:
+        if self.tokens[-1] in self.stop_ids and len(self.tokens) > self.min_len:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(self.tokens) >= self.max_len else None
 

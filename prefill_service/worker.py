@@ -8,7 +8,6 @@ from contextlib import AsyncExitStack
 from pdserve.core.background import Background, in_own_thread
 from pdserve.core.streams import welcome_message
 from pdserve.core.submission import ModelLimits
-from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.worker_app import LoadedWorker, WorkerContext
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.build import build_engine
@@ -40,7 +39,6 @@ class PrefillWorker:
         pool = built.pool_memory
         assert isinstance(pool, KvPool)
         self._stack.callback(pool.close)
-        tokenizer = Tokenizer.from_dir(built.model_dir) if built.model_dir else Tokenizer.fake(built.vocab_size)
         source = TcpPageSource(
             pool,
             built.identity_digest,
@@ -65,7 +63,7 @@ class PrefillWorker:
             limits=ModelLimits(
                 max_model_len=built.max_model_len, vocab_size=built.vocab_size, eos_token_ids=built.eos_token_ids
             ),
-            tokenizer=tokenizer,
+            tokenizer=built.tokenizer,
             clock=context.clock,
             metrics=context.metrics,
             tracing=context.tracing,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.core.errors import CapacityError, RequestError, UnimplementedError, UnknownError
 from pdserve.core.hashing import token_digest
-from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams
+from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams, check_token_ids
 from pdserve.router.worker_table import Limits
 from pdserve.v1 import inference_pb2 as pb
 
@@ -129,8 +129,8 @@ def admit(
     """
     prompt = tuple(prompt_token_ids)
     check_prompt_length(len(prompt), limits)
-    for name, ids in (("prompt", prompt), ("stop_token_ids", sampling.stop_token_ids)):
-        _check_ids(name, ids, limits.vocab_size)
+    check_token_ids("prompt", prompt, limits.vocab_size)
+    sampling.check_vocabulary(limits.vocab_size)
     max_tokens = _max_tokens(sampling.max_tokens, len(prompt), limits)
     seed = drawn_seed if sampling.seed is None else sampling.seed
     return Admitted(
@@ -179,15 +179,6 @@ def _max_tokens(wanted: int | None, prompt_tokens: int, limits: Limits) -> int:
             reason="MAX_TOKENS_TOO_LARGE",
         )
     return wanted
-
-
-def _check_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
-    if ids and max(ids) >= vocab_size:
-        position, bad = next((i, t) for i, t in enumerate(ids) if t >= vocab_size)
-        raise RequestError(
-            f"{name}: token id {bad} at position {position} is outside the vocabulary; ids are 0 to {vocab_size - 1}",
-            reason="BAD_TOKEN_ID",
-        )
 
 
 def _unsupported(name: str) -> UnimplementedError:

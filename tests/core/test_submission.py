@@ -92,8 +92,15 @@ def test_sampling_survives_the_wire() -> None:
         include_stop_str_in_output=True,
         ignore_eos=True,
         max_tokens=3,
+        min_tokens=2,
         logprobs=0,
         skip_special_tokens=False,
+        presence_penalty=0.3,
+        frequency_penalty=-0.7,
+        repetition_penalty=1.1,
+        logit_bias={7: 0.1, 8: -100.0},
+        allowed_token_ids=(7, 8),
+        bad_words=("x", " y"),
     )
     assert sampling_from_proto(sampling_to_proto(params)) == params
     assert sampling_from_proto(sampling_to_proto(SamplingParams())) == SamplingParams()
@@ -102,10 +109,7 @@ def test_sampling_survives_the_wire() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        common_pb2.SamplingParams(presence_penalty=0.5),
-        common_pb2.SamplingParams(logit_bias={1: 2.0}),
         common_pb2.SamplingParams(structured_outputs=common_pb2.StructuredOutputs(choice=["a"])),
-        common_pb2.SamplingParams(bad_words=["x"]),
         common_pb2.SamplingParams(n=2),
     ],
 )

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pdserve.core.request import FinishReason
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.text_stream import TextStream, first_stop
 from pdserve.core.tokenizer import Tokenizer
@@ -134,3 +135,25 @@ def test_a_stream_rebuilt_from_earlier_tokens_goes_on_alike() -> None:
             second.push([i])
         assert first.push(ids[at:]) == second.push(ids[at:])
         assert first.finish() == second.finish()
+
+
+def test_a_stop_string_within_min_tokens_is_text() -> None:
+    stream = TextStream(Tokenizer.fake(50), SamplingParams(stop=("t1 t2",), min_tokens=3))
+    assert stream.advance([1, 2]).text == " t1 t2"
+    # Begun within min_tokens, complete after it: it ends the stream, and what began it was held back.
+    assert stream.advance([1]).text == " "
+    news = stream.advance([2, 5])
+    assert (news.text, news.stop_reason, news.num_tokens, news.stopped_early) == ("", "t1 t2", 1, True)
+
+
+def test_a_stop_string_that_ended_within_min_tokens_is_not_found_later() -> None:
+    stream = TextStream(Tokenizer.fake(50), SamplingParams(stop=("t2", "t1 t2 t3 t4"), min_tokens=2))
+    assert stream.advance([1, 2]).text == " "  # may begin the longer one
+    assert stream.advance([5]).text == "t1 t2 t5"
+    assert stream.advance([2]).stop_reason == "t2"
+
+
+def test_min_tokens_holds_to_the_end() -> None:
+    stream = TextStream(Tokenizer.fake(50), SamplingParams(stop=("t1",), min_tokens=2, max_tokens=2))
+    news = stream.advance([1, 1], FinishReason.LENGTH)
+    assert (news.text, news.finish_reason, news.stop_reason) == (" t1 t1", FinishReason.LENGTH, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from pdserve.core.request import FinishReason, Request
 from pdserve.core.sampling import SamplingParams
@@ -29,11 +30,10 @@ def request(
     priority: int = 0,
     tenant: str = "",
     arrival_s: float = 0.0,
-    stop_token_ids: tuple[int, ...] = (),
     ignore_eos: bool = False,
-    logprobs: int | None = None,
+    **sampling: Any,
 ) -> Request:
-    """A greedy request."""
+    """A greedy request; other keywords are sampling parameters."""
     return Request(
         key=key,
         prompt_token_ids=tuple(prompt),
@@ -42,9 +42,8 @@ def request(
             temperature=0,
             seed=0,
             max_tokens=max_tokens,
-            stop_token_ids=stop_token_ids,
             ignore_eos=ignore_eos,
-            logprobs=logprobs,
+            **sampling,
         ),
         eos_token_ids=frozenset({FAKE_EOS}),
         priority=priority,

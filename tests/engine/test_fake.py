@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.engine.fake import FAKE_EOS, FAKE_VOCAB_SIZE, expected_tokens
-from pdserve.engine.step import Add, PageRef, TokensSampled
+from pdserve.engine.step import Add, PageRef, SequenceFailed, TokensSampled
 from tests.engine.engines import Engine, Streams, request
 
 
@@ -56,6 +56,36 @@ def test_logprobs_come_when_asked_for() -> None:
     sampled = [e for e in events if isinstance(e, TokensSampled)]
     assert all(len(e.logprobs) == (e.key == "a") for e in sampled)
     assert all(e.logprobs[0].chosen.token_id == e.token_ids[0] for e in sampled if e.logprobs)
+
+
+def test_constraints_that_need_no_logits_are_honoured() -> None:
+    allowed = request("a", [1], 30, allowed_token_ids=[7, 9, FAKE_EOS], min_tokens=20)
+    early = request("b", [2], 8, stop_token_ids=range(256), min_tokens=0)
+    none = request("c", [3], 8, allowed_token_ids=[FAKE_EOS], min_tokens=1)
+    events = Engine(64).run(Add(allowed), Add(early), Add(none))
+    tokens = {k: [t for e in events if isinstance(e, TokensSampled) and e.key == k for t in e.token_ids] for k in "ab"}
+    assert set(tokens["a"][:20]) == {7, 9} and set(tokens["a"]) <= {7, 9, FAKE_EOS} and len(tokens["a"]) > 20
+    assert len(tokens["b"]) == 1
+    [failed] = [e for e in events if isinstance(e, SequenceFailed)]
+    assert (failed.key, failed.status, failed.reason) == ("c", "INVALID_ARGUMENT", "NO_TOKEN_LEFT")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.0},
+        {"repetition_penalty": 1.5},
+        {"logit_bias": {1: 1.0}},
+        {"bad_words": ["x"]},
+    ],
+)
+def test_what_needs_logits_is_refused_by_name(asked: dict[str, object]) -> None:
+    [failed] = [
+        e for e in Engine(8).run(Add(request("a", [1], 4, **asked))) if isinstance(e, SequenceFailed | TokensSampled)
+    ]
+    assert isinstance(failed, SequenceFailed) and failed.status == "UNIMPLEMENTED"
+    assert f"'{next(iter(asked))}'" in failed.message
 
 
 def test_a_stale_reference_is_noticed() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.kv_cache import PlainPool
 from pdserve.engine.loader import LoadedModel, prepare_model
+from pdserve.engine.logits import LogitsProcessor
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.scheduler import SchedulerLimits
@@ -115,16 +117,29 @@ def engine_run(
     page_size: int = 4,
     budget: int = 9,
     num_pages: int = 64,
+    processors: Sequence[LogitsProcessor] = (),
+    emitted: Sequence[Sequence[int]] | None = None,
 ) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probabilities of prompts that arrive one step after the other, in one engine."""
+    """Tokens and log-probabilities of prompts that arrive one step after the other, in one engine; each may go on after
+    tokens that were emitted elsewhere.
+    """
     layout = loaded.layout(page_size)
-    runner = ModelRunner(loaded, layout, num_pages, PlainPool(layout, num_pages))
+    runner = ModelRunner(loaded, layout, num_pages, PlainPool(layout, num_pages), processors=processors)
     limits = SchedulerLimits(page_size=page_size, max_num_seqs=budget, max_num_batched_tokens=budget, max_model_len=256)
     core = EngineCore(limits, PagePool(num_pages), runner)
     results: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
     waiting = [
-        Add(Request(key=str(i), prompt_token_ids=tuple(p), sampling=s, eos_token_ids=frozenset(), arrival_s=0.0))
-        for i, (p, s) in enumerate(zip(prompts, sampling, strict=True))
+        Add(
+            Request(
+                key=str(i),
+                prompt_token_ids=tuple(prompt),
+                emitted_token_ids=tuple(emitted[i]) if emitted else (),
+                sampling=sampling[i],
+                eos_token_ids=frozenset(),
+                arrival_s=0.0,
+            )
+        )
+        for i, prompt in enumerate(prompts)
     ]
     open_keys = {add.request.key for add in waiting}
     while open_keys:

@@ -69,6 +69,9 @@ def test_envelope_taken() -> None:
         ([1] * 32, {}, "PROMPT_TOO_LONG", "at most 31"),
         ([1, 2, 100], {}, "BAD_TOKEN_ID", "100 at position 2"),
         ([1], {"stop_token_ids": (100,)}, "BAD_TOKEN_ID", "stop_token_ids"),
+        ([1], {"logit_bias": {3: 1.0, 100: 1.0}}, "BAD_TOKEN_ID", "'logit_bias': token id 100"),
+        ([1], {"allowed_token_ids": (100,)}, "BAD_TOKEN_ID", "allowed_token_ids"),
+        ([1] * 20, {"min_tokens": 13}, "BAD_PARAMETER", "'min_tokens' is 13; it must be in 0..max_tokens (12)"),
         ([1, 2], {"max_tokens": 31}, "MAX_TOKENS_TOO_LARGE", "'max_tokens' is 31"),
     ],
 )

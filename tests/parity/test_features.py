@@ -1,0 +1,51 @@
+"""Sampling parameters on the real model in fp32 against transformers' `generate`, token for token."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve import LLM, SamplingParams
+from pdserve.engine.llm import Completion
+from pdserve.engine.model_store import BUILT_IN_MODEL
+from tests.parity.features import CASES, NUM_TOKENS, Case, Expected, expected, generate
+from tests.parity.prompts import PAGE_SIZE
+
+
+def params(case: Case) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0, **case.sampling)
+
+
+@pytest.fixture(scope="module")
+def outputs() -> list[Completion]:
+    """All cases in one batch, the prompts in chunks."""
+    llm = LLM(model=BUILT_IN_MODEL, dtype="float32", page_size=PAGE_SIZE, num_pages=200, max_num_batched_tokens=64)
+    return llm.generate([c.prompt for c in CASES], [params(c) for c in CASES])
+
+
+@pytest.mark.timeout(300)
+def test_tokens_equal_those_of_generate(outputs: list[Completion]) -> None:
+    for case, want, got in zip(CASES, expected(), outputs, strict=True):
+        assert list(got.token_ids) == want.token_ids, case.name
+
+
+def test_logprobs_are_those_of_the_model_before_any_edit(outputs: list[Completion]) -> None:
+    for case, want, got in zip(CASES, expected(), outputs, strict=True):
+        assert [p.chosen.logprob for p in got.logprobs] == pytest.approx(want.logprobs, abs=1e-4), case.name
+
+
+def same(a: list[Expected], b: list[Expected]) -> None:
+    assert [e.token_ids for e in a] == [e.token_ids for e in b]
+    for one, other in zip(a, b, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+        assert one.prompt_logprobs == pytest.approx(other.prompt_logprobs, abs=1e-4)
+
+
+@pytest.mark.timeout(300)
+def test_the_kept_outputs_are_what_transformers_gives() -> None:
+    same(generate(CASES[-1:]), expected()[-1:])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_kept_outputs_are_what_transformers_gives() -> None:
+    same(generate(CASES), expected())
