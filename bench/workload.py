@@ -95,6 +95,28 @@ def random_items(
     ]
 
 
+def chat_items(num: int, scale: float, vocab_size: int, seed: int) -> list[Item]:
+    """Prompts of random tokens that all arrive at once, with the spread of lengths of shared chats.
+
+    Log-normal with means of 161 prompt and 338 output tokens, those of ShareGPT, cut to [4, 2048] before scaling.
+    Source of the means: Kwon et al., "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention", SOSP 2023, figure 11.
+
+    Args:
+        num: Requests.
+        scale: Divides lengths, >= 1.
+        vocab_size: Size of the vocabulary.
+        seed: Of lengths and tokens.
+    """
+    rng = random.Random(f"chat {seed}")
+
+    def length(mean: float) -> int:
+        tokens = min(2048.0, max(4.0, rng.lognormvariate(math.log(mean) - 0.5, 1.0)))
+        return max(1, round(tokens / scale))
+
+    return [Item(0.0, _tokens(rng, length(161), vocab_size), length(338)) for _ in range(num)]
+
+
 def read_trace(path: Path) -> list[TraceRow]:
     """Reads an Azure CSV (TIMESTAMP, ContextTokens, GeneratedTokens), a Mooncake JSONL or a CSV of lengths.
 

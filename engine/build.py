@@ -114,7 +114,7 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
     budget = config.max_num_batched_tokens or max(config.max_num_seqs, _MAX_TOKEN_BUDGET)
     max_model_len = _max_model_len(config, layout, num_pages, _FAKE_MAX_MODEL_LEN)
     return BuiltCore(
-        core=_core(config, runner, num_pages, budget, max_model_len),
+        core=make_core(config, runner, num_pages, budget, max_model_len),
         layout=layout,
         num_pages=num_pages,
         identity_digest=identity_digest({"runner": "fake", "model": _model_name(config)}),
@@ -162,7 +162,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         budget = profile.token_budget
         progress.end()
     return BuiltCore(
-        core=_core(config, runner, num_pages, budget, max_model_len),
+        core=make_core(config, runner, num_pages, budget, max_model_len),
         layout=layout,
         num_pages=num_pages,
         identity_digest=loaded.identity_digest(_model_name(config)),
@@ -191,7 +191,8 @@ class _Paced:
         return self._runner.execute(output)
 
 
-def _core(config: EngineConfig, runner: Runner, num_pages: int, budget: int, max_model_len: int) -> EngineCore:
+def make_core(config: EngineConfig, runner: Runner, num_pages: int, budget: int, max_model_len: int) -> EngineCore:
+    """A core over a runner that exists already. `budget`: tokens of a step, whatever the configuration says."""
     limits = SchedulerLimits(
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,

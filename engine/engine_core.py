@@ -61,6 +61,11 @@ class EngineCore:
         """Why the engine is dead, or None."""
         return self._failure
 
+    @property
+    def runner(self) -> Runner:
+        """What computes the steps."""
+        return self._runner
+
     def begin_step(self, commands: Iterable[Command]) -> None:
         """Takes commands in, in order; their events come with the next `schedule`."""
         for command in commands:

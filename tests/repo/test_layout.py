@@ -18,6 +18,11 @@ PACKAGES = (
 )  # fmt: skip
 MAX_LINES = 500
 CONFIG_MODULES = (
+    "pdserve.bench.engine",
+    "pdserve.bench.engine_batching",
+    "pdserve.bench.engine_interference",
+    "pdserve.bench.engine_reservation",
+    "pdserve.bench.engine_scheduler",
     "pdserve.cli.up",
     "pdserve.core.config",
     "pdserve.decode_service.__main__",
