@@ -10,9 +10,10 @@ from pdserve.bench.engine_lab import Findings, Setting, bench_request
 from pdserve.bench.report import Row
 from pdserve.core.config import check, option
 from pdserve.core.errors import ConfigError
+from pdserve.engine.chunks import SchedulerLimits
 from pdserve.engine.fake import FakeRunner, fake_layout
 from pdserve.engine.page_pool import PagePool
-from pdserve.engine.scheduler import Scheduler, SchedulerLimits
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step import RunnerOutput, SampledToken
 
 DEFAULTS: dict[str, object] = {"repeats": 5}

@@ -11,11 +11,11 @@ import numpy as np
 
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
+from pdserve.engine.chunks import SchedulerLimits
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.fake import FakeRunner, fake_layout
 from pdserve.engine.kv_cache import PlainPool
 from pdserve.engine.page_pool import PagePool
-from pdserve.engine.scheduler import SchedulerLimits
 from pdserve.engine.step import Add, Runner, RunnerOutput, SchedulerOutput
 
 PROMPT_TOKENS = 16

@@ -16,6 +16,7 @@ from pdserve.core.sampling import SamplingParams
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.batching import make_batching
+from pdserve.engine.chunks import SchedulerLimits
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.kv_cache import PoolMemory
@@ -23,7 +24,6 @@ from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import make_policy
 from pdserve.engine.profile import StepProfile, profile_steps
 from pdserve.engine.progress import Progress, SilentProgress
-from pdserve.engine.scheduler import SchedulerLimits
 from pdserve.engine.step import Runner, RunnerOutput, ScheduledSequence, SchedulerOutput
 
 MakePool = Callable[[KVLayout, int], PoolMemory]
@@ -198,8 +198,11 @@ def make_core(config: EngineConfig, runner: Runner, num_pages: int, budget: int,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
+        long_tokens=config.long_prefill_token_threshold,
+        max_num_long=config.max_long_partial_prefills or 1,
         max_unreserved_fraction=config.max_unreserved_fraction,
     )
+    config.check_token_budget(budget)
     batching = make_batching(config.batching, config.batch_size or config.max_num_seqs, config.batch_window_ms)
     policy = make_policy(
         config.scheduling_policy,

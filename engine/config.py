@@ -43,6 +43,15 @@ class EngineConfig:
         minimum=1,
     )
     step_target_ms: float = option(250.0, "step time that the measured token budget aims at", unit="ms", minimum=1)
+    long_prefill_token_threshold: int | None = option(
+        None,
+        "a prompt with more tokens is long: it takes no more per step while others want some; default: none is long",
+        unit="tokens",
+        minimum=1,
+    )
+    max_long_partial_prefills: int | None = option(
+        None, "long prompts computed at once, at most; shorter ones pass those that wait; default: 1", minimum=1
+    )
     scheduling_policy: str = option(
         "fcfs",
         "who starts first; fcfs: first come; priority: lower values; sjf: least expected work; fair: tenants in turn, "
@@ -103,6 +112,13 @@ class EngineConfig:
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least --max-num-seqs "
                 f"({self.max_num_seqs}), or prompts would wait for as long as a full batch decodes"
             )
+        if self.max_long_partial_prefills is not None and self.long_prefill_token_threshold is None:
+            raise ConfigError(
+                f"--max-long-partial-prefills is {self.max_long_partial_prefills}; it needs "
+                "--long-prefill-token-threshold, which says what long is"
+            )
+        if self.max_num_batched_tokens is not None:
+            self.check_token_budget(self.max_num_batched_tokens)
         self._check_policy()
         self._check_batching()
 
@@ -116,6 +132,19 @@ class EngineConfig:
             raise ConfigError(
                 f"--batching is {self.batching!r}; prefill and decode workers take only continuous, for a sequence "
                 "that is handed over must not wait for a batch: use --role mixed or pdserve.LLM"
+            )
+
+    def check_token_budget(self, token_budget: int) -> None:
+        """Refuses limits that do not fit the token budget, given or measured.
+
+        Raises:
+            ConfigError: With the flags.
+        """
+        threshold, num_long = self.long_prefill_token_threshold, self.max_long_partial_prefills or 1
+        if threshold is not None and threshold * num_long >= token_budget:
+            raise ConfigError(
+                f"--long-prefill-token-threshold is {threshold} and --max-long-partial-prefills {num_long}; together "
+                f"they must be below the token budget of a step ({token_budget}), or shorter prompts get nothing"
             )
 
     def _check_policy(self) -> None:

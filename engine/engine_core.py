@@ -11,9 +11,10 @@ from dataclasses import replace
 
 from pdserve.core.errors import EngineError
 from pdserve.engine.batching import Batching
+from pdserve.engine.chunks import SchedulerLimits
 from pdserve.engine.lines import Policy
 from pdserve.engine.page_pool import PagePool
-from pdserve.engine.scheduler import Scheduler, SchedulerLimits
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step import (
     Abort,
     Activate,

@@ -24,9 +24,9 @@ class Queues:
 
     __slots__ = ("_policy", "num_waiting_tokens", "reservations", "running", "waiting")
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, long_tokens: int | None = None) -> None:
         self._policy = policy
-        self.waiting = WaitingQueue(policy)
+        self.waiting = WaitingQueue(policy, long_tokens)
         self.running: list[Sequence] = []
         self.reservations = policy.line()
         self.num_waiting_tokens = 0

@@ -14,10 +14,9 @@ then those that wait. The policy orders who starts (`engine.waiting`); once star
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from pdserve.core.request import FinishReason, Request
 from pdserve.engine.batching import Batching, ContinuousBatching, Padding
+from pdserve.engine.chunks import Chunks, SchedulerLimits
 from pdserve.engine.forks import lead, release_forks
 from pdserve.engine.holdings import Holdings
 from pdserve.engine.lines import Policy, age
@@ -36,35 +35,12 @@ from pdserve.engine.step import (
     RunnerOutput,
     SampledToken,
     SamplingFailure,
-    ScheduledSequence,
     SchedulerOutput,
     SequenceAborted,
     SequenceFailed,
     TokensSampled,
 )
 from pdserve.engine.swap import SwapSpace
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SchedulerLimits:
-    """What a step and a sequence may take.
-
-    Attributes:
-        page_size: Tokens per page.
-        max_num_seqs: Sequences that run at once.
-        max_num_batched_tokens: Token budget of a step; prefill chunks get what the running decodes leave of it.
-        max_model_len: Known tokens of one sequence.
-        max_unreserved_fraction: Share of the pool that hand-offs without a reserved destination may hold together; one
-            alone may hold more.
-        retry_after_s: What a reservation refused for want of pages is told.
-    """
-
-    page_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_unreserved_fraction: float = 0.25
-    retry_after_s: float = 1.0
 
 
 class Scheduler:
@@ -94,7 +70,7 @@ class Scheduler:
         self._padding = Padding()  # finished, but still members of a fixed batch
         self._max_model_len = min(limits.max_model_len, pool.num_pages * limits.page_size)
         self._sequences: dict[str, Sequence] = {}
-        self._queues = q = Queues(self._policy)
+        self._queues = q = Queues(self._policy, limits.long_tokens)
         self._waiting, self._running, self._reservations = q.waiting, q.running, q.reservations  # to read
         self._scheduled: list[Sequence] = []  # of the step in flight
         self._copies: list[PageCopy] = []  # to do before the step that is being put together
@@ -183,9 +159,7 @@ class Scheduler:
             The work, or None when nothing can run before another command or `next_expiry`.
         """
         self._reclaim_for_reserved()
-        items: list[ScheduledSequence] = []
-        scheduled: list[Sequence] = []
-        budget = limit = self._limits.max_num_batched_tokens - len(self._padding)
+        decodes: list[Sequence] = []
         chunked: list[Sequence] = []
         at = 0
         while at < len(self._running):  # a decode that grows takes only younger ones, further on in the list
@@ -194,30 +168,27 @@ class Scheduler:
             if seq.goal - seq.num_computed != 1:
                 chunked.append(seq)
             elif seq.num_computed < seq.capacity or self._grow(seq):
-                items.append(seq.item(1))
-                scheduled.append(seq)
-                budget -= 1
+                decodes.append(seq)
+        chunks = Chunks(self._limits, len(decodes) + len(self._padding))
         for seq in chunked:
-            if budget > 0:
-                budget -= self._take_chunk(seq, budget, items, scheduled)
+            chunks.deal(seq)
         if not self._copies:  # else pages that are about to be copied could be written by another process
             self._serve_reservations(now)
         before = len(self._running)
         last = before + self._batching.room(now, before + len(self._padding), len(self._waiting))
-        while len(self._running) < last and (budget > 0 or self._decode_waits()):
-            if (started := self._start_next()) is None:
-                break
+        while len(self._running) < last and (started := self._start_next(chunks)) is not None:
             if started.copy_from is not None:
                 self._copies.append(self._pages.copy(started))
-            budget -= self._take_chunk(started, max(budget, 1), items, scheduled)
+            chunks.deal(started, least=1)
         self._batching.join(len(self._running) - before)
-        self._scheduled = scheduled
+        self._scheduled = [*decodes, *chunks.sequences]
+        items = [seq.item(1) for seq in decodes] + list(map(Sequence.item, chunks.sequences, chunks.shares()))
         copies, self._copies = tuple(self._copies), []
         if not items and not copies:
             return None
         self._step += 1
-        padding = self._padding.rows() if items else ()
-        return SchedulerOutput(self._step, (*items, *padding), limit - budget + len(padding), copies)
+        rows = (*items, *(self._padding.rows() if items else ()))
+        return SchedulerOutput(self._step, rows, sum([len(row.token_ids) for row in rows]), copies)
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> None:
         """Accounts for a computed step; its events are in `take_events`."""
@@ -406,20 +377,11 @@ class Scheduler:
 
     # ---- pages -----------------------------------------------------------------------------------------------------
 
-    def _take_chunk(self, seq: Sequence, budget: int, items: list[ScheduledSequence], scheduled: list[Sequence]) -> int:
-        num_tokens = min(seq.goal - seq.num_computed, budget)
-        items.append(seq.item(num_tokens))
-        scheduled.append(seq)
-        return num_tokens
-
-    def _decode_waits(self) -> bool:
-        """Says whether the first to start has its KV already, pulled or swapped: then it is a decode."""
-        head = self._waiting.head()
-        return head is not None and head.num_computed > 0
-
-    def _start_next(self) -> Sequence | None:
+    def _start_next(self, chunks: Chunks) -> Sequence | None:
         """Moves the first waiting sequence to RUNNING with all its pages, if there is room."""
-        if (seq := self._waiting.head()) is None:
+        seq = self._waiting.head(chunks.may_add_long)
+        # One that has its KV already, pulled or swapped, is a decode, and in the step whatever is left.
+        if seq is None or not (chunks.left or seq.num_computed):
             return None
         need = self._pages.pages_for(seq.goal) - len(seq.page_table)
         if need > 0:

@@ -9,11 +9,11 @@ from typing import Any
 from pdserve.core.request import FinishReason, Request
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.batching import Batching
+from pdserve.engine.chunks import SchedulerLimits
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.fake import FAKE_EOS, FakeRunner, expected_tokens, fake_layout
 from pdserve.engine.lines import Policy
 from pdserve.engine.page_pool import PagePool
-from pdserve.engine.scheduler import SchedulerLimits
 from pdserve.engine.step import Command, Event, PageRef, Reserved, StepEvents, TokensSampled
 from pdserve.engine.swap import PreferSwap, SwapSpace
 
@@ -63,6 +63,8 @@ class Engine:
         max_num_batched_tokens: int = 16,
         max_model_len: int = 256,
         max_unreserved_fraction: float = 0.25,
+        long_tokens: int | None = None,
+        max_num_long: int = 1,
         eos_period: int | None = None,
         policy: Policy | None = None,
         batching: Batching | None = None,
@@ -77,6 +79,8 @@ class Engine:
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
             max_unreserved_fraction=max_unreserved_fraction,
+            long_tokens=long_tokens,
+            max_num_long=max_num_long,
         )
         self.host_memory = memoryview(bytearray(num_host_pages * LAYOUT.page_bytes))
         self.runner = FakeRunner(self.memory, LAYOUT, eos_period, self.host_memory)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.request import FinishReason
+from pdserve.engine.chunks import SchedulerLimits
 from pdserve.engine.fake import expected_tokens
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import make_policy
-from pdserve.engine.scheduler import Scheduler, SchedulerLimits
+from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.sequence import TRANSITIONS, Sequence, SequenceState
 from pdserve.engine.step import (
     Abort,

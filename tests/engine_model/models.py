@@ -11,13 +11,13 @@ import transformers
 
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
+from pdserve.engine.chunks import SchedulerLimits
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.kv_cache import PlainPool
 from pdserve.engine.loader import LoadedModel, prepare_model
 from pdserve.engine.logits import LogitsProcessor
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.runner import ModelRunner
-from pdserve.engine.scheduler import SchedulerLimits
 from pdserve.engine.step import Add, SequenceFailed, TokensSampled
 
 VOCAB_SIZE = 97

@@ -17,6 +17,7 @@ PURE = [
     "engine/scheduler.py",
     "engine/sequence.py",
     "engine/holdings.py",
+    "engine/chunks.py",
     "engine/fair.py",
     "engine/lines.py",
     "engine/policies.py",

@@ -1,0 +1,94 @@
+"""Chunks: how a step's tokens are dealt out to prompts. Pure.
+
+1. Decodes are in the step in any case. Prompts get what they leave of the token budget, but at least a page (or the
+   whole budget, if that is less): a full set of decodes must not starve them, whatever the budget.
+2. In the order in which they are dealt (running ones by age, then those that start) each takes what it needs; a long
+   prompt no more than its cap, so that those behind it get some too.
+3. What is left in the end goes to the long ones after all, in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pdserve.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SchedulerLimits:
+    """What a step and a sequence may take.
+
+    Attributes:
+        page_size: Tokens per page.
+        max_num_seqs: Sequences that run at once.
+        max_num_batched_tokens: Token budget of a step; prefill chunks get what the running decodes leave of it.
+        max_model_len: Known tokens of one sequence.
+        long_tokens: A prompt with more tokens than this to compute is long, and takes no more of a step while others
+            want some; None: none is long.
+        max_num_long: Long prompts that are computed at once.
+        max_unreserved_fraction: Share of the pool that hand-offs without a reserved destination may hold together; one
+            alone may hold more.
+        retry_after_s: What a reservation refused for want of pages is told.
+    """
+
+    page_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    long_tokens: int | None = None
+    max_num_long: int = 1
+    max_unreserved_fraction: float = 0.25
+    retry_after_s: float = 1.0
+
+
+class Chunks:
+    """Deals out one step.
+
+    Args:
+        limits: The step's limits.
+        num_decodes: Tokens that are in the step already.
+
+    Attributes:
+        left: Tokens still to be dealt.
+        sequences: Those dealt some, in order.
+    """
+
+    __slots__ = ("_limits", "_num_long", "_num_tokens", "left", "sequences")
+
+    def __init__(self, limits: SchedulerLimits, num_decodes: int) -> None:
+        budget = limits.max_num_batched_tokens
+        self.left = max(budget - num_decodes, min(limits.page_size, budget))
+        self.sequences: list[Sequence] = []
+        self._limits = limits
+        self._num_long = 0
+        self._num_tokens: list[int] = []
+
+    @property
+    def may_add_long(self) -> bool:
+        """Says whether one more long prompt may be computed."""
+        return self._num_long < self._limits.max_num_long
+
+    def deal(self, seq: Sequence, least: int = 0) -> None:
+        """Gives a sequence its share.
+
+        Args:
+            seq: A sequence that runs, dealt once per step.
+            least: Tokens that it gets in any case.
+        """
+        wanted = cap = seq.goal - seq.num_computed
+        if seq.long and wanted > 1:
+            self._num_long += 1
+            cap = self._limits.long_tokens or wanted
+        if num_tokens := max(least, min(wanted, cap, self.left)):
+            self.left = max(0, self.left - num_tokens)
+            self.sequences.append(seq)
+            self._num_tokens.append(num_tokens)
+
+    def shares(self) -> list[int]:
+        """Tokens of each of `sequences`, with what was left."""
+        if self._num_long and self.left:
+            for i, seq in enumerate(self.sequences):
+                more = min(self.left, seq.goal - seq.num_computed - self._num_tokens[i])
+                self._num_tokens[i] += more
+                self.left -= more
+        return self._num_tokens

@@ -1,0 +1,110 @@
+"""How a step's tokens are dealt out: prompts beside many decodes, short prompts beside long ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.engine.chunks import SchedulerLimits
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.page_pool import PagePool
+from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.step import RunnerOutput, SampledToken
+from tests.engine.engines import request
+
+
+def scheduler(
+    *, num_seqs: int = 8, budget: int = 8, long_tokens: int | None = None, max_num_long: int = 1
+) -> Scheduler:
+    limits = SchedulerLimits(
+        page_size=4,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=256,
+        long_tokens=long_tokens,
+        max_num_long=max_num_long,
+    )
+    return Scheduler(limits, PagePool(200))
+
+
+def advance(s: Scheduler) -> dict[str, int]:
+    """One step; who computed how many tokens."""
+    output = s.schedule(0.0)
+    assert output is not None
+    s.update(output, RunnerOutput(tuple(SampledToken(7) if i.sampling else None for i in output.sequences)))
+    s.check()
+    return {i.key: len(i.token_ids) for i in output.sequences}
+
+
+def test_a_prompt_gets_on_by_a_page_per_step_beside_any_number_of_decodes() -> None:
+    s = scheduler(num_seqs=6, budget=4)
+    decodes = [f"d{i}" for i in range(5)]
+    for i, key in enumerate(decodes):
+        s.add(request(key, [1], 60, arrival_s=i))
+    while len(advance(s)) < len(decodes):
+        pass
+    s.add(request("prompt", range(10), 2, arrival_s=9))
+    assert [advance(s)["prompt"] for _ in range(3)] == [4, 4, 2]
+
+
+def test_short_prompts_get_tokens_beside_a_long_one_which_takes_all_when_it_is_alone() -> None:
+    s = scheduler(budget=8, long_tokens=5)
+    s.add(request("long", range(40), 2, arrival_s=0))
+    assert advance(s) == {"long": 8}
+    s.add(request("short", range(5), 2, arrival_s=1))
+    assert advance(s) == {"long": 5, "short": 3}
+    assert advance(s) == {"long": 6, "short": 2}
+    assert advance(s) == {"short": 1, "long": 7}
+
+
+def test_only_so_many_long_prompts_are_computed_at_once() -> None:
+    s = scheduler(budget=8, long_tokens=5)
+    for i, (key, num) in enumerate((("long", 12), ("next", 12), ("short", 3))):
+        s.add(request(key, range(num), 9, arrival_s=i))
+    assert advance(s) == {"long": 5, "short": 3}
+    assert advance(s) == {"short": 1, "long": 7}
+    assert advance(s) == {"short": 1, "long": 1, "next": 6}
+
+    both = scheduler(budget=12, long_tokens=5, max_num_long=2)
+    for i, (key, num) in enumerate((("long", 12), ("next", 12), ("short", 3))):
+        both.add(request(key, range(num), 9, arrival_s=i))
+    assert advance(both) == {"long": 5, "next": 5, "short": 2}
+
+
+def test_a_long_prompt_is_passed_by_short_ones_only_while_another_long_one_is_computed() -> None:
+    """Short ones come in every step, more than the budget can take; still both long ones are computed."""
+    s = scheduler(num_seqs=4, budget=8, long_tokens=4)
+    for i in range(2):
+        s.add(request(f"long{i}", range(30), 1, arrival_s=i))
+    left = {"long0": 30, "long1": 30}
+    for step in range(60):
+        s.add(request(f"short{step}", range(4), 1, arrival_s=2 + step))
+        for key, num in advance(s).items():
+            if key in left:
+                left[key] -= num
+    assert left == {"long0": 0, "long1": 0}
+
+
+@pytest.mark.parametrize(
+    ("options", "names"),
+    [
+        ({"max_long_partial_prefills": 2}, ["--max-long-partial-prefills", "--long-prefill-token-threshold"]),
+        (
+            {"long_prefill_token_threshold": 128, "max_long_partial_prefills": 2, "max_num_batched_tokens": 256},
+            ["--long-prefill-token-threshold", "256"],
+        ),
+        ({"priority_aging_s": 5.0}, ["--priority-aging-s", "--scheduling-policy priority"]),
+        ({"sjf_aging_rate": 5.0, "scheduling_policy": "fair"}, ["--sjf-aging-rate", "--scheduling-policy sjf"]),
+    ],
+)
+def test_bad_combinations_are_refused_by_name(options: dict[str, object], names: list[str]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        EngineConfig(**options)  # type: ignore[arg-type]
+    assert all(name in refusal.value.message for name in names)
+
+
+def test_a_measured_budget_too_small_for_the_threshold_is_refused() -> None:
+    config = EngineConfig(long_prefill_token_threshold=128)
+    config.check_token_budget(129)
+    with pytest.raises(ConfigError, match="--long-prefill-token-threshold"):
+        config.check_token_budget(128)
