@@ -22,6 +22,7 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.kv_cache import PoolMemory
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import make_policy
+from pdserve.engine.prefix_cache import PrefixCache
 from pdserve.engine.profile import StepProfile, profile_steps
 from pdserve.engine.progress import Progress, SilentProgress
 from pdserve.engine.step import Runner, RunnerOutput, ScheduledSequence, SchedulerOutput
@@ -113,11 +114,12 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
         runner = _Paced(runner, config.fake_step_ms / 1000)
     budget = config.max_num_batched_tokens or max(config.max_num_seqs, _MAX_TOKEN_BUDGET)
     max_model_len = _max_model_len(config, layout, num_pages, _FAKE_MAX_MODEL_LEN)
+    identity = identity_digest({"runner": "fake", "model": _model_name(config)})
     return BuiltCore(
-        core=make_core(config, runner, num_pages, budget, max_model_len),
+        core=make_core(config, runner, num_pages, budget, max_model_len, identity),
         layout=layout,
         num_pages=num_pages,
-        identity_digest=identity_digest({"runner": "fake", "model": _model_name(config)}),
+        identity_digest=identity,
         model_name=_model_name(config),
         max_model_len=max_model_len,
         vocab_size=FAKE_VOCAB_SIZE,
@@ -155,6 +157,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     # Features that edit logits, in the order of application; see engine.logits.
     processors = standard_processors(loaded.eos_token_ids, tokenizer.encode_part, loaded.model.device)
     runner = ModelRunner(loaded, layout, num_pages, memory, processors=processors)
+    identity = loaded.identity_digest(_model_name(config))
     budget, profile = config.max_num_batched_tokens, None
     if budget is None:
         progress.begin("measuring step times")
@@ -162,10 +165,10 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         budget = profile.token_budget
         progress.end()
     return BuiltCore(
-        core=make_core(config, runner, num_pages, budget, max_model_len),
+        core=make_core(config, runner, num_pages, budget, max_model_len, identity),
         layout=layout,
         num_pages=num_pages,
-        identity_digest=loaded.identity_digest(_model_name(config)),
+        identity_digest=identity,
         model_name=_model_name(config),
         max_model_len=max_model_len,
         vocab_size=loaded.vocab_size,
@@ -191,8 +194,19 @@ class _Paced:
         return self._runner.execute(output)
 
 
-def make_core(config: EngineConfig, runner: Runner, num_pages: int, budget: int, max_model_len: int) -> EngineCore:
-    """A core over a runner that exists already. `budget`: tokens of a step, whatever the configuration says."""
+def make_core(
+    config: EngineConfig, runner: Runner, num_pages: int, budget: int, max_model_len: int, identity: bytes = b""
+) -> EngineCore:
+    """A core over a runner that exists already.
+
+    Args:
+        config: What the engine is told.
+        runner: Computes steps over `num_pages` pages.
+        num_pages: Pages in the pool.
+        budget: Tokens of a step, whatever the configuration says.
+        max_model_len: Known tokens of one sequence.
+        identity: What cached KV depends on beside the tokens.
+    """
     limits = SchedulerLimits(
         page_size=config.page_size,
         max_num_seqs=config.max_num_seqs,
@@ -203,13 +217,15 @@ def make_core(config: EngineConfig, runner: Runner, num_pages: int, budget: int,
         max_unreserved_fraction=config.max_unreserved_fraction,
     )
     config.check_token_budget(budget)
+    pool = PagePool(num_pages)
     batching = make_batching(config.batching, config.batch_size or config.max_num_seqs, config.batch_window_ms)
     policy = make_policy(
         config.scheduling_policy,
         aging_s_per_level=config.priority_aging_s,
         aging_tokens_per_s=config.sjf_aging_rate,
     )
-    return EngineCore(limits, PagePool(num_pages), runner, policy, batching)
+    cache = PrefixCache(pool, config.page_size, identity) if config.enable_prefix_caching else None
+    return EngineCore(limits, pool, runner, policy, batching, cache=cache)
 
 
 def _model_name(config: EngineConfig) -> str:

@@ -52,6 +52,9 @@ class EngineConfig:
     max_long_partial_prefills: int | None = option(
         None, "long prompts computed at once, at most; shorter ones pass those that wait; default: 1", minimum=1
     )
+    enable_prefix_caching: bool = option(
+        True, "keep computed pages and share them among requests with equal leading tokens and cache_salt"
+    )
     scheduling_policy: str = option(
         "fcfs",
         "who starts first; fcfs: first come; priority: lower values; sjf: least expected work; fair: tenants in turn, "

@@ -14,6 +14,7 @@ from pdserve.engine.batching import Batching
 from pdserve.engine.chunks import SchedulerLimits
 from pdserve.engine.lines import Policy
 from pdserve.engine.page_pool import PagePool
+from pdserve.engine.prefix_cache import PrefixCache
 from pdserve.engine.scheduler import Scheduler
 from pdserve.engine.step import (
     Abort,
@@ -41,6 +42,7 @@ class EngineCore:
         policy: Orders who starts; default: first come, first served.
         batching: Who may join the running ones, and how they leave; default: at every step.
         swap: What becomes of the KV of preempted sequences; None: all are computed anew.
+        cache: Finds pages of `pool` for reuse; None: nothing is shared.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class EngineCore:
         policy: Policy | None = None,
         batching: Batching | None = None,
         swap: SwapSpace | None = None,
+        cache: PrefixCache | None = None,
     ) -> None:
-        self._scheduler = Scheduler(limits, pool, policy, batching, swap)
+        self._scheduler = Scheduler(limits, pool, policy, batching, swap, cache)
         self._runner = runner
         self._output: SchedulerOutput | None = None
         self._failure: EngineError | None = None

@@ -1,16 +1,19 @@
 """Holdings: which sequence has which pages of the pool, and how much of it the unreserved hand-offs have together.
 
-Pages that are set aside for a transfer are FILLING and have no holder; all others of a sequence are HELD once by it,
-and full pages of a prompt also by its forks.
+Pages that are set aside for a transfer are FILLING and have no holder; all others of a sequence are HELD once by it.
+Full pages whose KV is final may be held by several: by forks of one prompt, and, once they are published, by every
+sequence with the same prefix (`prefix_cache`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 
 from pdserve.engine.page_pool import PagePool, PageState
-from pdserve.engine.sequence import Sequence
+from pdserve.engine.prefix_cache import PrefixCache
+from pdserve.engine.sequence import Sequence, SequenceState
 from pdserve.engine.step import PageCopy, PageCopyKind, PageRef
 
 
@@ -21,16 +24,36 @@ class Holdings:
         pool: The pages; touched by nobody else.
         page_size: Tokens per page.
         max_unreserved_fraction: Share of the pool that unreserved hand-offs may hold together.
+        cache: Finds pages that hold a prefix already; None: nothing is shared.
+
+    Attributes:
+        num_unreserved: Pages of unreserved hand-offs, shared ones counted once for each.
+        num_queried_tokens: Known tokens of the sequences that got their first pages and looked for a prefix.
+        num_hit_tokens: Of these, tokens that the cache had.
     """
 
-    __slots__ = ("_copied", "_max_unreserved", "_page_size", "_pool", "num_unreserved")
+    __slots__ = (
+        "_cache",
+        "_copied",
+        "_max_unreserved",
+        "_page_size",
+        "_pool",
+        "num_hit_tokens",
+        "num_queried_tokens",
+        "num_unreserved",
+    )
 
-    def __init__(self, pool: PagePool, page_size: int, max_unreserved_fraction: float) -> None:
+    def __init__(
+        self, pool: PagePool, page_size: int, max_unreserved_fraction: float, cache: PrefixCache | None = None
+    ) -> None:
         self._pool = pool
         self._page_size = page_size
+        self._cache = cache
         self._max_unreserved = int(max_unreserved_fraction * pool.num_pages)
         self._copied: list[int] = []  # sources of the step in flight
         self.num_unreserved = 0
+        self.num_queried_tokens = 0
+        self.num_hit_tokens = 0
 
     @property
     def num_free(self) -> int:
@@ -46,19 +69,34 @@ class Holdings:
         """Pages that hold so many tokens."""
         return -(-num_tokens // self._page_size)
 
-    def can_give(self, num_pages: int) -> bool:
-        """Says whether so many pages are free."""
-        return self._pool.can_allocate(num_pages)
+    def cached(self, seq: Sequence) -> list[int]:
+        """Pages that the pool has of a sequence without pages: full ones, and never of its last known token."""
+        if self._cache is None or seq.page_table:
+            return []
+        # A reservation's next token is sampled elsewhere: nothing of what is known now will be computed here.
+        num_tokens = len(seq.tokens) if seq.state is SequenceState.WAITING_KV else len(seq.tokens) - 1
+        return self._cache.match(seq.digests, seq.tokens, seq.request.cache_salt, num_tokens // self._page_size)
+
+    def can_give(self, num_pages: int, cached: Seq[int] = ()) -> bool:
+        """Says whether a sequence can have so many pages.
+
+        Args:
+            num_pages: Pages, cached ones included.
+            cached: Those that the pool has already; unless somebody holds them they count as evictable.
+        """
+        num_shared = sum(self._pool.state(page) is PageState.HELD for page in cached)
+        return self._pool.can_allocate(num_pages - num_shared)
 
     def over_share(self, seq: Sequence, num_pages: int) -> bool:
         """Says whether an unreserved hand-off must wait for others to give pages back; one alone never has to."""
         held = self.num_unreserved
         return seq.unreserved and held > 0 and held + num_pages > self._max_unreserved
 
-    def give(self, seq: Sequence, num_pages: int) -> None:
-        """Appends pages, all or nothing; ask `can_give` first."""
-        seq.page_table.extend(self._pool.allocate(num_pages))
-        seq.capacity = len(seq.page_table) * self._page_size
+    def give(self, seq: Sequence, num_pages: int, cached: Seq[int] = ()) -> None:
+        """Appends pages, all or nothing; ask `can_give` first. What is cached counts as computed."""
+        self._append(seq, num_pages, cached, PageState.HELD)
+        if cached:
+            seq.num_computed = max(seq.num_computed, len(cached) * self._page_size)
         if seq.unreserved:
             self.num_unreserved += num_pages
 
@@ -77,6 +115,8 @@ class Holdings:
         if rest:
             child.copy_from = parent.page_table[num_shared]
         self._pool.hold(parent.page_table[: num_shared + (rest > 0)])
+        child.digests, child.num_published = parent.digests[:num_shared], min(parent.num_published, num_shared)
+        child.num_cached = parent.num_cached
         self.give(child, num_own)
         child.num_computed = num_computed
 
@@ -93,28 +133,45 @@ class Holdings:
             self._pool.release(self._copied)
             self._copied.clear()
 
-    def set_aside(self, seq: Sequence, num_pages: int) -> None:
-        """Gives pages that a transfer will fill."""
-        seq.page_table.extend(self._pool.allocate(num_pages, PageState.FILLING))
-        seq.capacity = len(seq.page_table) * self._page_size
+    def set_aside(self, seq: Sequence, num_pages: int, cached: Seq[int] = ()) -> None:
+        """Gives pages that a transfer will fill, but for the cached ones."""
+        self._append(seq, num_pages, cached, PageState.FILLING)
         seq.granted = True
 
     def validate(self, seq: Sequence) -> None:
         """The transfer has filled the pages: they are held like all others."""
-        self._pool.validate(seq.page_table)
+        self._pool.validate(seq.page_table[seq.num_published :])
         seq.granted = False
+        seq.num_computed = seq.num_initial
+        self.publish(seq)
+
+    def publish(self, seq: Sequence) -> None:
+        """Lets others share the full pages whose KV is computed (after the step's fence) or validated."""
+        num_full = seq.num_computed // self._page_size
+        if num_full > seq.num_published and self._cache is not None:
+            for index in range(seq.num_published, num_full):
+                digest = self._cache.digest(seq.digests, index, seq.tokens, seq.request.cache_salt)
+                self._cache.publish(digest, seq.page_table[index])
+            seq.num_published = num_full
+
+    def forget(self, seq: Sequence) -> None:
+        """Something is wrong with a sequence's KV: nobody who comes later shares it."""
+        if self._cache is not None:
+            for page in seq.page_table[: seq.num_published]:
+                self._cache.forget(page)
 
     def take_back(self, seq: Sequence) -> None:
         """Takes all pages of a sequence; no reader or writer but this engine can reach them."""
         if seq.unreserved:
             self.num_unreserved -= len(seq.page_table)
         if seq.granted:
-            self._pool.move(seq.page_table, PageState.FILLING, PageState.FREE)
+            self._pool.move(seq.page_table[seq.num_published :], PageState.FILLING, PageState.FREE)
+            self._pool.release(seq.page_table[: seq.num_published])
         else:
             self._pool.release(seq.page_table)
         if seq.copy_from is not None:
             self._pool.release([seq.copy_from])
-        seq.page_table, seq.capacity, seq.granted, seq.copy_from = [], 0, False, None
+        seq.page_table, seq.capacity, seq.granted, seq.copy_from, seq.num_published = [], 0, False, None, 0
 
     def mark_reserved(self, seq: Sequence) -> None:
         """An unreserved hand-off has a destination now."""
@@ -125,16 +182,35 @@ class Holdings:
         """Names this use of the pages [first, last) of a sequence."""
         return tuple(PageRef(page, self._pool.generation(page)) for page in seq.page_table[first:last])
 
+    def _append(self, seq: Sequence, num_pages: int, cached: Seq[int], state: PageState) -> None:
+        if seq.num_cached is None and self._cache is not None:
+            num_hit = len(cached) * self._page_size
+            self.num_queried_tokens += seq.num_initial
+            self.num_hit_tokens += num_hit
+            seq.num_cached = min(num_hit, seq.num_prompt) if state is PageState.HELD else 0
+        if cached:
+            self._pool.hold(cached)
+            seq.page_table.extend(cached)
+            seq.num_published = len(cached)
+        if num_pages > len(cached):
+            seq.page_table.extend(self._pool.allocate(num_pages - len(cached), state))
+        seq.capacity = len(seq.page_table) * self._page_size
+
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Proves that the pool's pages are those of the sequences, none lost and none taken twice."""
         held: Counter[int] = Counter(self._copied)
         filling: list[int] = []
         num_unreserved = 0
         for seq in sequences:
-            (filling.extend if seq.granted else held.update)(seq.page_table)
+            num_held = seq.num_published if seq.granted else len(seq.page_table)
+            held.update(seq.page_table[:num_held])
+            filling += seq.page_table[num_held:]
+            assert seq.num_published <= max(seq.num_computed // self._page_size, num_held * seq.granted)
             held.update(() if seq.copy_from is None else (seq.copy_from,))
             num_unreserved += len(seq.page_table) if seq.unreserved else 0
             assert seq.capacity == len(seq.page_table) * self._page_size
         self._pool.check(held)
         assert len(filling) == len(set(filling)) == self._pool.count(PageState.FILLING), "FILLING pages without owner"
         assert num_unreserved == self.num_unreserved
+        if self._cache is not None:
+            self._cache.check()

@@ -10,6 +10,7 @@ then those that wait. The policy orders who starts (`engine.waiting`); once star
 - A page that a step copies from may be written later in that step, but by no other process before the step ends.
 - Pages that another process may read or write (announced hand-offs, reservations) are never taken back.
 - Pages of a hand-off are announced only once its destination has reserved; until then the sequence may be requeued.
+- A sequence that starts shares the pages that the prefix cache has of its known tokens; one token at least is computed.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from pdserve.engine.holdings import Holdings
 from pdserve.engine.lines import Policy, age
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import fcfs
+from pdserve.engine.prefix_cache import PrefixCache
 from pdserve.engine.queues import Queues
 from pdserve.engine.sequence import Sequence, SequenceState
 from pdserve.engine.step import (
@@ -52,6 +54,7 @@ class Scheduler:
         policy: Orders who starts; default: first come, first served.
         batching: Who may join the running ones, and how they leave; default: at every step.
         swap: What becomes of the KV of preempted ones; None: all are computed anew.
+        cache: Finds pages for reuse; None: nothing is shared.
     """
 
     def __init__(
@@ -61,9 +64,10 @@ class Scheduler:
         policy: Policy | None = None,
         batching: Batching | None = None,
         swap: SwapSpace | None = None,
+        cache: PrefixCache | None = None,
     ) -> None:
         self._limits = limits
-        self._pages = Holdings(pool, limits.page_size, limits.max_unreserved_fraction)
+        self._pages = Holdings(pool, limits.page_size, limits.max_unreserved_fraction, cache)
         self._swap = swap or SwapSpace()
         self._policy = policy or fcfs()
         self._batching = batching or ContinuousBatching(limits.max_num_seqs)
@@ -121,7 +125,6 @@ class Scheduler:
             return
         self._pages.validate(seq)
         seq.started = True
-        seq.num_computed = seq.num_initial
         seq.goal = len(seq.tokens)
         self._enqueue(seq)
 
@@ -200,6 +203,8 @@ class Scheduler:
             if not seq.started:
                 seq.started = True
                 events.append(PrefillStarted(seq.key))
+            if not isinstance(token, SamplingFailure):
+                self._pages.publish(seq)
             if seq.forks and seq.num_computed >= seq.num_prompt:
                 self._fork(seq)
             if isinstance(token, SamplingFailure):
@@ -235,6 +240,8 @@ class Scheduler:
             num_pages=self._pages.num_pages,
             num_pending_prefill_tokens=self._queues.num_pending_tokens(),
             preemptions=self._swap.totals(),
+            num_prefix_queried_tokens=self._pages.num_queried_tokens,
+            num_prefix_hit_tokens=self._pages.num_hit_tokens,
         )
 
     def check(self) -> None:
@@ -325,6 +332,7 @@ class Scheduler:
                 () if token.logprobs is None else (token.logprobs,),
                 reason,
                 token.token_id if reason is FinishReason.STOP else None,
+                seq.num_cached or 0,
             )
         )
         if seq.handoff and not ended:
@@ -348,6 +356,7 @@ class Scheduler:
 
     def _drop(self, seq: Sequence, failure: SamplingFailure) -> None:
         """Fails one sequence of a step; announced pages stay leased, for a reader may be at them."""
+        self._pages.forget(seq)
         if seq.num_announced:
             self._leave(seq)
             seq.move(SequenceState.HANDOFF)
@@ -383,13 +392,14 @@ class Scheduler:
         # One that has its KV already, pulled or swapped, is a decode, and in the step whatever is left.
         if seq is None or not (chunks.left or seq.num_computed):
             return None
+        cached = self._pages.cached(seq)
         need = self._pages.pages_for(seq.goal) - len(seq.page_table)
         if need > 0:
             if self._pages.over_share(seq, need):
                 return None
             # Room for the others to grow: what starts now must not be the next to be preempted.
             headroom = 0 if seq.handoff else len(self._running)
-            if not self._pages.can_give(need + headroom):
+            if not self._pages.can_give(need + headroom, cached):
                 self._starved = seq
                 return None
         if self._starved is seq:
@@ -397,10 +407,12 @@ class Scheduler:
         self._leave(seq)
         self._queues.admit(seq)
         if need > 0:
-            self._pages.give(seq, need)
+            self._pages.give(seq, need, cached)
         self._copies += self._swap.restore(seq)
         seq.move(SequenceState.RUNNING)
         self._queues.enter(seq)
+        if seq.handoff and cached:
+            self._announce(seq)
         return seq
 
     def _grow(self, seq: Sequence) -> bool:
@@ -420,11 +432,11 @@ class Scheduler:
         seq = self._waiting.head() if self._pages.num_unreserved else None
         if seq is None or not (seq.handoff and seq.reserved):
             return
-        need = self._pages.pages_for(seq.goal)
-        if need <= self._pages.num_free + self._pages.num_unreserved:
+        need, cached = self._pages.pages_for(seq.goal), self._pages.cached(seq)
+        if self._pages.can_give(need - self._pages.num_unreserved, cached):
             holders = [s for s in self._sequences.values() if s.unreserved and s.page_table]
             for victim in sorted(holders, key=age, reverse=True):
-                if self._pages.can_give(need):
+                if self._pages.can_give(need, cached):
                     return
                 self._preempt(victim)
 
@@ -453,9 +465,10 @@ class Scheduler:
             need = max(num_prompt_pages, min(num_prompt_pages + 1, self._pages.pages_for(seq.max_len - 1)))
             starved = self._starved
             blocked = starved is not None and self._waiting.precedes(starved, seq)
-            if blocked or not self._pages.can_give(need):
+            cached = self._pages.cached(seq)
+            if blocked or not self._pages.can_give(need, cached):
                 return
             self._queues.leave(seq)
             self._queues.admit(seq)
-            self._pages.set_aside(seq, need)
-            self._events.append(Reserved(seq.key, 0, self._pages.refs(seq, 0, num_prompt_pages)))
+            self._pages.set_aside(seq, need, cached)
+            self._events.append(Reserved(seq.key, len(cached), self._pages.refs(seq, 0, num_prompt_pages)))

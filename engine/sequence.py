@@ -70,6 +70,9 @@ class Sequence:
         copy_from: A page to be copied into its first page that is not shared, when it starts; held until then. Its
             own pages are not worth moving before that: take them back.
         num_announced: Leading pages told as ready.
+        digests: Of its leading full pages, as far as somebody asked; see `prefix_cache`.
+        num_published: Leading pages that others may share; of pages set aside, those that were cached.
+        num_cached: Prompt tokens had by prefix reuse when it, or the one that it forks from, first got pages.
         granted: WAITING_KV: pages are set aside.
         expires_s: WAITING_KV: when a reservation without pages is refused.
         released: Handoff: no reader will come.
@@ -85,6 +88,7 @@ class Sequence:
         "arrived",
         "capacity",
         "copy_from",
+        "digests",
         "expires_s",
         "forks",
         "goal",
@@ -96,9 +100,11 @@ class Sequence:
         "max_len",
         "min_len",
         "num_announced",
+        "num_cached",
         "num_computed",
         "num_initial",
         "num_prompt",
+        "num_published",
         "order",
         "page_table",
         "rank",
@@ -140,6 +146,9 @@ class Sequence:
         self.forks: tuple[Sequence, ...] = ()
         self.copy_from: int | None = None
         self.num_announced = 0
+        self.digests: list[bytes] = []
+        self.num_published = 0
+        self.num_cached: int | None = None
         self.granted = False
         self.expires_s = 0.0
         self.released = False

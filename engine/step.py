@@ -249,7 +249,8 @@ class TokensSampled:
         finish_reason: Set when this ends the sequence. Its pages are free, unless some were announced: those wait for
             `ReleaseLease`.
         stop_token_id: The token that matched, when it was an end-of-sequence or stop token.
-        num_cached_tokens: Prompt tokens that came from the prefix cache.
+        num_cached_tokens: Prompt tokens that came from the prefix cache when the sequence first started: a preemption
+            adds none, and where the KV was pulled there are none.
     """
 
     key: str
@@ -263,7 +264,8 @@ class TokensSampled:
 
 @dataclass(frozen=True, slots=True)
 class PagesReady:
-    """Pages of a handoff sequence whose KV is final after the step's fence: the watermark rises.
+    """Pages of a handoff sequence whose KV is final, after the step's fence or from the prefix cache: the watermark
+    rises.
 
     Nothing is announced before the destination has reserved (`Add.reserved` or `MarkReserved`): until then the sequence
     may be requeued and its pages reused. So the pages of a late destination come together when `MarkReserved` is
@@ -383,6 +385,8 @@ class EngineLoad:
         num_pages: Pages in all.
         num_pending_prefill_tokens: Tokens known but not computed.
         preemptions: What became of sequences preempted so far.
+        num_prefix_queried_tokens: Known tokens of sequences that looked for their prefix; since the start.
+        num_prefix_hit_tokens: Of these, tokens that the prefix cache had.
     """
 
     num_running: int
@@ -391,6 +395,8 @@ class EngineLoad:
     num_pages: int
     num_pending_prefill_tokens: int
     preemptions: Preemptions = Preemptions()
+    num_prefix_queried_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,12 +118,12 @@ class SwapSpace:
         """Brings a sequence's KV back; it has all of its pages again.
 
         Returns:
-            Copies to do before it runs; none when it was not swapped.
+            Copies to do before it runs; none when it was not swapped, and none into pages that the prefix cache had.
         """
         if not seq.host_pages:
             return []
-        self._count(swapped_in=len(seq.host_pages))
-        pairs = zip(seq.host_pages, seq.page_table, strict=False)
+        pairs = list(zip(seq.host_pages, seq.page_table, strict=False))[seq.num_published :]
+        self._count(swapped_in=len(pairs))
         copies = [PageCopy(host, page, PageCopyKind.SWAP_IN) for host, page in pairs]
         self.drop(seq)
         return copies

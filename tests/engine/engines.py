@@ -14,6 +14,7 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.fake import FAKE_EOS, FakeRunner, expected_tokens, fake_layout
 from pdserve.engine.lines import Policy
 from pdserve.engine.page_pool import PagePool
+from pdserve.engine.prefix_cache import PrefixCache
 from pdserve.engine.step import Command, Event, PageRef, Reserved, StepEvents, TokensSampled
 from pdserve.engine.swap import PreferSwap, SwapSpace
 
@@ -31,6 +32,7 @@ def request(
     tenant: str = "",
     arrival_s: float = 0.0,
     ignore_eos: bool = False,
+    cache_salt: str = "",
     **sampling: Any,
 ) -> Request:
     """A greedy request; other keywords are sampling parameters."""
@@ -49,6 +51,7 @@ def request(
         priority=priority,
         tenant=tenant,
         arrival_s=arrival_s,
+        cache_salt=cache_salt,
     )
 
 
@@ -70,6 +73,7 @@ class Engine:
         batching: Batching | None = None,
         num_host_pages: int = 0,
         prefer_swap: PreferSwap = lambda _: True,
+        prefix_caching: bool = True,
     ) -> None:
         self.pool = PagePool(num_pages)
         self.memory = memoryview(bytearray(num_pages * LAYOUT.page_bytes))
@@ -85,7 +89,8 @@ class Engine:
         self.host_memory = memoryview(bytearray(num_host_pages * LAYOUT.page_bytes))
         self.runner = FakeRunner(self.memory, LAYOUT, eos_period, self.host_memory)
         swap = SwapSpace(num_host_pages, PAGE_SIZE, LAYOUT.page_bytes, prefer_swap)
-        self.core = EngineCore(limits, self.pool, self.runner, policy, batching, swap)
+        self.cache = PrefixCache(self.pool, PAGE_SIZE) if prefix_caching else None
+        self.core = EngineCore(limits, self.pool, self.runner, policy, batching, swap, self.cache)
         self.now = 0.0
 
     def step(self, *commands: Command) -> StepEvents:

@@ -89,7 +89,7 @@ def test_what_needs_logits_is_refused_by_name(asked: dict[str, object]) -> None:
 
 
 def test_a_stale_reference_is_noticed() -> None:
-    source, sink = Engine(4), Engine(4)
+    source, sink = Engine(4, prefix_caching=False), Engine(4)
     source.run(Add(request("a", range(4), 2)))
     with pytest.raises(AssertionError, match="stale"):
         sink.pull(source, [PageRef(0, 0)], [PageRef(0, 0)])

@@ -170,7 +170,7 @@ def test_a_reservation_that_can_never_fit_or_is_misused_fails() -> None:
 
 def test_decodes_never_take_pages_that_are_being_filled() -> None:
     engine = Engine(8, max_num_seqs=2)
-    running, coming = request("a", range(8), 20), request("b", range(12), 9, arrival_s=1.0)
+    running, coming = request("a", range(8), 20), request("b", range(50, 62), 9, arrival_s=1.0)
     streams = Streams(engine.step(Add(running)).events)
     events = engine.step(Reserve(coming, 5.0)).events
     assert reserved(events)
@@ -199,7 +199,7 @@ def test_an_activated_one_that_is_preempted_computes_its_prompt_here() -> None:
 
 def test_a_reservation_takes_no_pages_before_an_older_sequence_that_was_preempted() -> None:
     engine = Engine(8, max_num_seqs=2)
-    old, new = request("old", range(8), 24, arrival_s=0.0), request("new", range(8), 16, arrival_s=1.0)
+    old, new = request("old", range(8), 24, arrival_s=0.0), request("new", range(50, 58), 16, arrival_s=1.0)
     late = request("late", range(4), 4, arrival_s=2.0)
     streams = Streams(engine.step(Add(old), Add(new)).events)
     for _ in range(100):

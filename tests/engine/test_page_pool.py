@@ -47,14 +47,37 @@ def test_filling_pages_become_held_or_free_or_quarantined() -> None:
     assert pool.num_free == 2
 
 
-def test_cached_pages_are_held_again_or_freed() -> None:
+def test_kept_pages_are_held_again_or_evicted_only_when_no_page_is_free() -> None:
+    pool = PagePool(4)
+    first, second = pool.allocate(2), pool.allocate(1)
+    for page in (*first, *second):
+        pool.keep(page)
+    pool.release(first)
+    pool.release(second)
+    assert (pool.num_free, pool.count(PageState.FREE), pool.count(PageState.CACHED)) == (4, 1, 3)
+    assert pool.allocate(1) == [3] and pool.count(PageState.CACHED) == 3
+    pool.hold(second)
+    pool.release(second)  # used last: evicted last
+    evicted = [pool.allocate(1)[0] for _ in range(3)]
+    assert evicted == [first[1], first[0], second[0]]  # of a prefix, the deepest page first
+    assert [pool.generation(p) for p in evicted] == [1, 1, 1] and pool.num_free == 0
+    pool.release(evicted)  # what was kept once is not kept for ever
+    assert pool.count(PageState.FREE) == 3
+    pool.check({3: 1})
+
+
+def test_a_page_that_is_kept_no_more_goes_with_its_last_holder() -> None:
     pool = PagePool(2)
-    pages = pool.allocate(2)
-    pool.release(pages, keep=True)
-    assert pool.num_free == 0 and pool.count(PageState.CACHED) == 2
-    pool.hold(pages[:1])
-    pool.move(pages[1:], PageState.CACHED, PageState.FREE)
-    pool.check({pages[0]: 1})
+    held, cached = pool.allocate(1), pool.allocate(1)
+    for page in (*held, *cached):
+        pool.keep(page)
+    pool.release(cached)
+    for page in (*held, *cached):
+        pool.unkeep(page)
+    assert pool.state(cached[0]) is PageState.FREE
+    pool.release(held)
+    assert pool.count(PageState.FREE) == 2
+    pool.check({})
 
 
 def test_illegal_use_is_a_bug() -> None:
@@ -64,6 +87,8 @@ def test_illegal_use_is_a_bug() -> None:
         pool.allocate(2)
     with pytest.raises(AssertionError):
         pool.move(page, PageState.HELD, PageState.FREE)
+    with pytest.raises(AssertionError):
+        pool.keep(1)
     with pytest.raises(AssertionError):
         pool.validate(page)
     with pytest.raises(AssertionError):
@@ -75,7 +100,11 @@ def test_illegal_use_is_a_bug() -> None:
         PagePool(0)
 
 
-@given(st.lists(st.tuples(st.sampled_from(["take", "fill", "hold", "release", "validate"]), st.integers(1, 4))))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "fill", "hold", "keep", "unkeep", "release", "validate"]), st.integers(1, 4))
+    )
+)
 def test_any_use_keeps_the_sum(steps: list[tuple[str, int]]) -> None:
     pool = PagePool(6)
     held: list[list[int]] = []
@@ -88,6 +117,9 @@ def test_any_use_keeps_the_sum(steps: list[tuple[str, int]]) -> None:
         elif what == "hold" and held:
             held.append(held[n % len(held)])
             pool.hold(held[-1])
+        elif what in ("keep", "unkeep") and held:
+            for page in held[n % len(held)][:n]:
+                (pool.keep if what == "keep" else pool.unkeep)(page)
         elif what == "release" and held:
             pool.release(held.pop(n % len(held)))
         elif what == "validate" and filling:

@@ -1,7 +1,8 @@
-"""Any order of commands and steps: no page is lost, every stream is right, and everything ends.
+"""Any order of commands and steps: no page is lost or shared by mistake, every stream is right, and everything ends.
 
-The machine is a worker with every kind of sequence at once, on a pool that is too small for them. The KV of reserved
-sequences comes from a second engine, page by page, as in a deployment.
+The machine is a worker with every kind of sequence at once, on a pool that is too small for them. Many prompts begin
+alike, under a few salts; the pool is so small that cached pages are evicted all the time. The KV of reserved sequences
+comes from a second engine, page by page and without the pages that are cached already, as in a deployment.
 """
 
 from __future__ import annotations
@@ -33,7 +34,16 @@ from pdserve.engine.step import (
 from tests.engine.engines import PAGE_SIZE, Engine, Streams, request
 
 NUM_PAGES = 12
-PROMPTS = st.lists(st.integers(0, 255), min_size=1, max_size=20)
+SHARED = [tuple(range(20)), (*range(8), *range(100, 112))]
+PROMPTS = st.one_of(
+    st.lists(st.integers(0, 255), min_size=1, max_size=20),
+    st.builds(
+        lambda shared, num_shared, tail: [*shared[:num_shared], *tail],
+        st.sampled_from(SHARED),
+        st.integers(1, 20),
+        st.lists(st.integers(0, 1), max_size=3),
+    ),
+)
 
 
 class EngineMachine(RuleBasedStateMachine):
@@ -79,13 +89,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.kind: dict[str, str] = {}
         self.live: set[str] = set()
-        self.granted: dict[str, tuple[PageRef, ...]] = {}
+        self.granted: dict[str, Reserved] = {}
         self.announced: dict[str, list[PageRef]] = {}
         self.complete: set[str] = set()
         self.unread: set[str] = set()  # ended or released: nobody reads their pages
         self.commands: list[Command] = []
 
-    def new(self, kind: str, prompt: list[int], max_tokens: int, emitted: int, level: int) -> Request:
+    def new(self, kind: str, prompt: list[int], max_tokens: int, emitted: int, level: int, salt: str = "") -> Request:
         key = f"{kind}{len(self.requests)}"
         r = request(
             key,
@@ -95,6 +105,7 @@ class EngineMachine(RuleBasedStateMachine):
             priority=level if self.policy == "priority" else 0,
             tenant=f"tenant {level}",
             arrival_s=float(len(self.requests)),
+            cache_salt=salt,
         )
         self.requests[key], self.kind[key] = r, kind
         self.live.add(key)
@@ -108,10 +119,13 @@ class EngineMachine(RuleBasedStateMachine):
         emitted=st.integers(0, 5),
         level=st.sampled_from([0, 0, 1]),
         wait_s=st.integers(0, 20),
+        salt=st.sampled_from(["", "", "salt"]),
     )
-    def enter(self, kind: str, prompt: list[int], max_tokens: int, emitted: int, level: int, wait_s: int) -> str:
+    def enter(
+        self, kind: str, prompt: list[int], max_tokens: int, emitted: int, level: int, wait_s: int, salt: str
+    ) -> str:
         max_tokens += kind == "reservation"  # the token that came with the pages is not the last
-        r = self.new(kind, prompt, max_tokens, emitted, level)
+        r = self.new(kind, prompt, max_tokens, emitted, level, salt)
         if kind == "reservation":
             self.commands.append(Reserve(r, self.engine.now + wait_s))
         else:
@@ -123,10 +137,13 @@ class EngineMachine(RuleBasedStateMachine):
         prompt=PROMPTS,
         members=st.lists(st.tuples(st.integers(1, 12), st.integers(0, 5)), min_size=2, max_size=4),
         level=st.sampled_from([0, 0, 1]),
+        salt=st.sampled_from(["", "salt"]),
     )
-    def enter_family(self, prompt: list[int], members: list[tuple[int, int]], level: int) -> MultipleResults[str]:
+    def enter_family(
+        self, prompt: list[int], members: list[tuple[int, int]], level: int, salt: str
+    ) -> MultipleResults[str]:
         """Several sequences of one prompt, each with its own emitted tokens."""
-        first, *forks = [self.new("local", prompt, tokens, emitted, level) for tokens, emitted in members]
+        first, *forks = [self.new("local", prompt, tokens, emitted, level, salt) for tokens, emitted in members]
         self.commands.append(Add(first, forks=tuple(forks)))
         return multiple(first.key, *(f.key for f in forks))
 
@@ -159,9 +176,10 @@ class EngineMachine(RuleBasedStateMachine):
 
     def fill(self, key: str) -> None:
         """Computes a reserved sequence's prompt on the other engine, copies the pages and activates it."""
-        r, pages = self.requests[key], self.granted.pop(key)
+        r, reserved = self.requests[key], self.granted.pop(key)
         events = self.source.run(Add(r, handoff=True, reserved=True))
-        self.engine.pull(self.source, [p for e in events if isinstance(e, PagesReady) for p in e.pages], pages)
+        pages, first = [p for e in events if isinstance(e, PagesReady) for p in e.pages], reserved.num_cached_pages
+        self.engine.pull(self.source, pages[first:], reserved.pages[first:])
         self.streams.read(events)
         self.source.step(ReleaseLease(key))
         self.commands.append(Activate(key, self.streams.tokens[key][0]))
@@ -181,7 +199,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.streams.read(item.events)
         for event in item.events:
             if isinstance(event, Reserved):
-                self.granted[event.key] = event.pages
+                self.granted[event.key] = event
             elif isinstance(event, PagesReady):
                 pages = self.announced.setdefault(event.key, [])
                 assert event.first_page == len(pages)
@@ -194,7 +212,20 @@ class EngineMachine(RuleBasedStateMachine):
         readable = self.announced.keys() - self.unread
         for page in (page for key in readable for page in self.announced[key]):
             assert self.engine.pool.generation(page.page_id) == page.generation, "a reader's page was taken"
+        self.check_sharing()
         return item.num_tokens
+
+    def check_sharing(self) -> None:
+        """A page that two sequences hold is full, and they agree on its salt and on every token up to its end."""
+        owners: dict[int, tuple[str, tuple[int, ...]]] = {}
+        for seq in self.engine.core._scheduler._sequences.values():
+            for index, page in enumerate(seq.page_table):
+                known = tuple(seq.tokens[: (index + 1) * PAGE_SIZE])
+                content = (seq.request.cache_salt, known)
+                if page in owners:
+                    assert owners[page] == content
+                    assert len(known) == (index + 1) * PAGE_SIZE, "a partial page is shared"
+                owners[page] = content
 
     def teardown(self) -> None:
         if not hasattr(self, "engine"):

@@ -78,7 +78,7 @@ def until_swapped(engine: Engine, commands: Iterable[Command]) -> tuple[list[Eve
 @pytest.mark.parametrize("num_pages", [8, 9, 13])
 def test_what_is_swapped_is_not_computed_again(num_pages: int) -> None:
     requests = tight()
-    engine = Watched(num_pages, num_host_pages=64)
+    engine = Watched(num_pages, num_host_pages=64, prefix_caching=False)
     Streams(engine.run(*map(Add, requests))).check(requests)
     load = engine.core.load()
     assert load.preemptions.num_swaps > 0 and load.preemptions.num_recomputes == 0
@@ -92,6 +92,15 @@ def test_what_is_swapped_is_not_computed_again(num_pages: int) -> None:
     Streams(recomputing.run(*map(Add, requests))).check(requests)
     assert recomputing.core.load().preemptions.num_swaps == 0 < recomputing.core.load().preemptions.num_recomputes
     assert recomputing.num_computed > engine.num_computed
+
+
+def test_pages_that_the_prefix_cache_kept_are_not_swapped_in() -> None:
+    requests = tight()
+    engine, without = Watched(8, num_host_pages=64), Watched(8, num_host_pages=64, prefix_caching=False)
+    Streams(engine.run(*map(Add, requests))).check(requests)
+    Streams(without.run(*map(Add, requests))).check(requests)
+    assert engine.num_computed == without.num_computed
+    assert 0 < engine.num_copies(PageCopyKind.SWAP_IN) < engine.num_copies(PageCopyKind.SWAP_OUT)
 
 
 def test_every_byte_comes_back() -> None:

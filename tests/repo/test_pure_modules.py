@@ -23,6 +23,7 @@ PURE = [
     "engine/policies.py",
     "engine/waiting.py",
     "engine/page_pool.py",
+    "engine/prefix_cache.py",
     "engine/step.py",
     "kvtransfer/handoff.py",
     "router/policy.py",
