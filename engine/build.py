@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -12,26 +13,27 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import ConfigError
 from pdserve.core.hashing import identity_digest
 from pdserve.core.layout import KVLayout
-from pdserve.core.sampling import SamplingParams
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.batching import make_batching
 from pdserve.engine.chunks import SchedulerLimits
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import DEFAULT_STEP_TARGET_MS, EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.kv_cache import PoolMemory
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import make_policy
 from pdserve.engine.prefix_cache import PrefixCache
-from pdserve.engine.profile import StepProfile, profile_steps
+from pdserve.engine.profile import StepMeter, StepProfile, profile_steps
 from pdserve.engine.progress import Progress, SilentProgress
-from pdserve.engine.step import Runner, RunnerOutput, ScheduledSequence, SchedulerOutput
+from pdserve.engine.step import Runner, RunnerOutput, SchedulerOutput
 
 MakePool = Callable[[KVLayout, int], PoolMemory]
 
 _FAKE_MAX_MODEL_LEN = 1 << 20
 _FAKE_NUM_PAGES = 4096
 _MAX_TOKEN_BUDGET = 2048
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,7 +161,9 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     runner = ModelRunner(loaded, layout, num_pages, memory, processors=processors)
     identity = loaded.identity_digest(_model_name(config))
     budget, profile = config.max_num_batched_tokens, None
-    if budget is None:
+    if budget is not None:
+        _log.info("token budget %d, as --max-num-batched-tokens says", budget)
+    else:
         progress.begin("measuring step times")
         profile = _profile(config, runner, layout, num_pages, max_model_len)
         budget = profile.token_budget
@@ -254,16 +258,30 @@ def _max_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, of_mo
 
 
 def _profile(config: EngineConfig, runner: Runner, layout: KVLayout, num_pages: int, max_model_len: int) -> StepProfile:
-    greedy = SamplingParams(temperature=0.0)
-
-    def measure(num_tokens: int) -> float:
-        # The pool is not in use yet: what this writes is never read.
-        pages = range(layout.num_pages(num_tokens))
-        tokens = [0] * num_tokens
-        seq = ScheduledSequence("profile", 0, tokens, pages, greedy, 0, tokens, num_tokens)
-        began = time.perf_counter()
-        runner.execute(SchedulerOutput(0, (seq,), num_tokens))
-        return time.perf_counter() - began
-
-    limit = min(_MAX_TOKEN_BUDGET, max_model_len, num_pages * layout.page_size)
-    return profile_steps(measure, config.step_target_ms / 1000, layout.page_size, limit)
+    size = layout.page_size
+    if config.tpot_slo_ms is None:
+        meter = StepMeter(runner, size, num_pages)
+        target_ms = config.step_target_ms or DEFAULT_STEP_TARGET_MS
+        limit = min(_MAX_TOKEN_BUDGET, max_model_len, num_pages * size)
+        profile = profile_steps(meter.measure, target_ms / 1000, size, limit)
+        _log.info("token budget %d for steps of %g ms; measured: %s", profile.token_budget, target_ms, profile)
+        return profile
+    num, slo_ms = config.max_num_seqs, config.tpot_slo_ms
+    # As long as the members of a full batch can be on average.
+    context = max(1, min(max_model_len - 1, num_pages * size // num - 1))
+    meter = StepMeter(runner, size, num_pages, context)
+    limit = num + min(_MAX_TOKEN_BUDGET, max_model_len, num_pages * size)
+    profile = profile_steps(
+        lambda tokens: meter.measure(tokens, num), slo_ms / 1000, num + size, limit, num_decodes=num
+    )
+    _log.info(
+        "token budget %d for --tpot-slo-ms %g with %d decodes of %d tokens; measured: %s",
+        *(profile.token_budget, slo_ms, num, context, profile),
+    )
+    if not profile.holds(slo_ms / 1000):
+        _log.warning(
+            "--tpot-slo-ms %g cannot be held with --max-num-seqs %d: the smallest step with all of them takes longer "
+            "(%s); lower --max-num-seqs",
+            *(slo_ms, num, profile),
+        )
+    return profile

@@ -9,6 +9,8 @@ from pdserve.core.errors import ConfigError
 from pdserve.engine.batching import BATCHINGS, DEFAULT_WINDOW_MS
 from pdserve.engine.policies import DEFAULT_AGING_S_PER_LEVEL, DEFAULT_AGING_TOKENS_PER_S, POLICIES
 
+DEFAULT_STEP_TARGET_MS = 250.0
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
@@ -38,11 +40,24 @@ class EngineConfig:
     max_num_seqs: int = option(64, "sequences that run at once, at most", unit="sequences", minimum=1)
     max_num_batched_tokens: int | None = option(
         None,
-        "token budget of a step; default: what --step-target-ms allows, measured at start",
+        "token budget of a step; default: what --step-target-ms or --tpot-slo-ms allows, measured at start",
         unit="tokens",
         minimum=1,
     )
-    step_target_ms: float = option(250.0, "step time that the measured token budget aims at", unit="ms", minimum=1)
+    step_target_ms: float | None = option(
+        None,
+        "time of a step full of prompt tokens, from which the token budget is chosen; default: "
+        f"{DEFAULT_STEP_TARGET_MS:g}",
+        unit="ms",
+        minimum=1,
+    )
+    tpot_slo_ms: float | None = option(
+        None,
+        "time that an output token may take: the token budget is chosen so that a step of --max-num-seqs decodes and a "
+        "chunk stays below it (instead of --step-target-ms)",
+        unit="ms",
+        minimum=1,
+    )
     long_prefill_token_threshold: int | None = option(
         None,
         "a prompt with more tokens is long: it takes no more per step while others want some; default: none is long",
@@ -115,6 +130,7 @@ class EngineConfig:
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least --max-num-seqs "
                 f"({self.max_num_seqs}), or prompts would wait for as long as a full batch decodes"
             )
+        self._check_targets()
         if self.max_long_partial_prefills is not None and self.long_prefill_token_threshold is None:
             raise ConfigError(
                 f"--max-long-partial-prefills is {self.max_long_partial_prefills}; it needs "
@@ -136,6 +152,27 @@ class EngineConfig:
                 f"--batching is {self.batching!r}; prefill and decode workers take only continuous, for a sequence "
                 "that is handed over must not wait for a batch: use --role mixed or pdserve.LLM"
             )
+
+    def check_prefill(self) -> None:
+        """Refuses what makes no sense on a prefill worker.
+
+        Raises:
+            ConfigError: With the flag.
+        """
+        self.check_hand_offs()
+        if self.tpot_slo_ms is not None:
+            raise ConfigError(
+                f"--tpot-slo-ms is {self.tpot_slo_ms:g}; a prefill worker generates no further tokens: give it to the "
+                "decode or mixed workers, and --step-target-ms to this one"
+            )
+
+    def _check_targets(self) -> None:
+        given = [n for n in ("max_num_batched_tokens", "step_target_ms", "tpot_slo_ms") if getattr(self, n) is not None]
+        if len(given) > 1:
+            names = " and ".join(f"{flag_name(name)} ({getattr(self, name):g})" for name in given)
+            raise ConfigError(f"{names} all set the token budget of a step; give one of them")
+        if self.tpot_slo_ms is not None and self.runner == "fake":
+            raise ConfigError(f"--tpot-slo-ms is {self.tpot_slo_ms:g}; --runner fake has no step times to measure")
 
     def check_token_budget(self, token_budget: int) -> None:
         """Refuses limits that do not fit the token budget, given or measured.

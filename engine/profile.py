@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from pdserve.core.sampling import SamplingParams
+from pdserve.engine.step import Runner, ScheduledSequence, SchedulerOutput
 
 PROFILE_LIMIT_S = 1.5
 """No further step is measured after this much time."""
 
+_GREEDY = SamplingParams(temperature=0.0)
 _TOKEN_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
 
@@ -23,29 +28,77 @@ class StepProfile:
     points: tuple[tuple[int, float], ...]
     token_budget: int
 
+    def holds(self, target_s: float) -> bool:
+        """Says whether even the smallest step measured is within a target."""
+        return not self.points or self.points[0][1] <= target_s
+
+    def __str__(self) -> str:
+        """The points, for a log line."""
+        return ", ".join(f"{tokens} tokens {seconds * 1000:.0f} ms" for tokens, seconds in self.points)
+
 
 def profile_steps(
-    measure: Callable[[int], float], target_s: float, min_budget: int, max_budget: int, limit_s: float = PROFILE_LIMIT_S
+    measure: Callable[[int], float],
+    target_s: float,
+    min_budget: int,
+    max_budget: int,
+    limit_s: float = PROFILE_LIMIT_S,
+    num_decodes: int = 0,
 ) -> StepProfile:
     """Measures growing steps until the target or the limit is passed.
 
     Args:
-        measure: Runs a step of so many tokens and returns its seconds.
+        measure: Runs a step of so many tokens, decodes included, and returns its seconds.
         target_s: Step time to aim at.
         min_budget: Never choose less, or long prompts would not get on.
         max_budget: Never choose or measure more.
-        limit_s: Stop measuring after this much time in all.
+        limit_s: Stop measuring after this much time in all, but not before two steps.
+        num_decodes: Tokens of every step that are decodes.
     """
-    spent = measure(1)  # pays for first-time set-up; not a point
+    spent = measure(num_decodes + 1)  # pays for first-time set-up; not a point
     points: list[tuple[int, float]] = []
-    for tokens in _TOKEN_COUNTS:
-        if tokens > max_budget or spent > limit_s or (points and points[-1][1] > target_s):
+    for chunk in _TOKEN_COUNTS:
+        tokens = num_decodes + chunk
+        late = spent > limit_s and len(points) >= 2
+        if tokens > max_budget or late or (points and points[-1][1] > target_s):
             break
         seconds = measure(tokens)
         spent += seconds
         points.append((tokens, seconds))
     budget = max(min_budget, min(max_budget, budget_for(points, target_s)))
     return StepProfile(tuple(points), budget)
+
+
+class StepMeter:
+    """Runs steps of given sizes on an engine that is not in use yet: what they write is never read.
+
+    Args:
+        runner: Computes them.
+        page_size: Tokens per page.
+        num_pages: Pages in the pool.
+        context: Tokens that each decode has behind it.
+    """
+
+    def __init__(self, runner: Runner, page_size: int, num_pages: int, context: int = 0) -> None:
+        self._runner = runner
+        self._page_size = page_size
+        self._num_pages = num_pages
+        self._context = context
+
+    def measure(self, num_tokens: int, num_decodes: int = 0) -> float:
+        """Seconds of a step of so many tokens: decodes, and the rest in one chunk of a prompt."""
+        rows = [self._row(f"decode {i}", self._context, 1, i) for i in range(num_decodes)]
+        if num_tokens > num_decodes:
+            rows.append(self._row("prompt", 0, num_tokens - num_decodes, 0))
+        began = time.perf_counter()
+        self._runner.execute(SchedulerOutput(0, tuple(rows), num_tokens))
+        return time.perf_counter() - began
+
+    def _row(self, key: str, start: int, num: int, at: int) -> ScheduledSequence:
+        size = -(-(start + num) // self._page_size)
+        pages = [(at * size + i) % self._num_pages for i in range(size)]  # of its own, as far as there are any
+        known = [0] * (start + num)
+        return ScheduledSequence(key, start, known[start:], pages, _GREEDY, 0, known, max(start, num))
 
 
 def budget_for(points: list[tuple[int, float]], target_s: float) -> int:

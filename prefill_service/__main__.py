@@ -26,7 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """
     sections = {"Service": ServiceConfig, "Worker": WorkerConfig, "Engine": EngineConfig}
     service, worker, engine = load("pdserve prefill", DESCRIPTION, sections, argv)
-    engine.check_hand_offs()
+    engine.check_prefill()
     return run_worker(Role.PREFILL, PrefillWorker(engine), service, worker)
 
 

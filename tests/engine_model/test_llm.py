@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -210,6 +211,19 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def config(directory: Path, **options: object) -> EngineConfig:
     return EngineConfig(model=str(directory), **options)  # type: ignore[arg-type]
+
+
+def test_the_token_budget_for_a_tpot_slo_is_measured_with_a_full_batch_and_logged(
+    tiny_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {"page_size": 4, "num_pages": 64, "max_num_seqs": 8}
+    with caplog.at_level(logging.INFO, logger="pdserve.engine.build"):
+        built = build_core(config(tiny_dir, tpot_slo_ms=60_000.0, **options), PlainPool)
+        assert built.profile is not None
+        assert [tokens for tokens, _ in built.profile.points][:2] == [16, 24]  # chunks beside the eight decodes
+        assert 8 + 4 <= built.token_budget == built.profile.token_budget <= 8 + 64 * 4
+        assert f"token budget {built.token_budget} for --tpot-slo-ms 60000" in caplog.text
+        assert "cannot be held" not in caplog.text
 
 
 def test_what_a_built_engine_says_of_itself(tiny_dir: Path) -> None:

@@ -1,6 +1,11 @@
 from __future__ import annotations
 
-from pdserve.engine.profile import budget_for, profile_steps
+import pytest
+
+from pdserve.core.errors import ConfigError
+from pdserve.engine.config import EngineConfig
+from pdserve.engine.profile import StepMeter, budget_for, profile_steps
+from pdserve.engine.step import RunnerOutput, SchedulerOutput
 
 
 def test_budget_lies_on_the_line_through_the_points() -> None:
@@ -31,3 +36,59 @@ def test_measuring_stops_at_the_target_and_at_the_limit() -> None:
 def test_budget_is_never_below_a_full_batch_nor_above_the_limit() -> None:
     assert profile_steps(lambda n: n * 1.0, target_s=0.25, min_budget=64, max_budget=2048).token_budget == 64
     assert profile_steps(lambda n: n * 1e-6, target_s=0.25, min_budget=1, max_budget=100).token_budget == 100
+
+
+def test_with_decodes_the_budget_holds_the_slo_for_all_of_them_and_a_chunk() -> None:
+    """A decode costs 4 ms, a prompt token 1 ms, a step 10 ms."""
+    measured: list[int] = []
+
+    def measure(tokens: int) -> float:
+        measured.append(tokens)
+        return 0.010 + 20 * 0.004 + (tokens - 20) * 0.001
+
+    profile = profile_steps(measure, target_s=0.150, min_budget=36, max_budget=2048, num_decodes=20)
+    assert measured == [21, 28, 36, 52, 84]
+    assert profile.token_budget == 20 + 60
+    assert profile.holds(0.150) and not profile.holds(0.090)
+
+
+def test_a_slow_engine_is_measured_twice_at_least() -> None:
+    assert len(profile_steps(lambda n: 1.0 + n, 100.0, 1, 2048, limit_s=0.1).points) == 2
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.outputs: list[SchedulerOutput] = []
+
+    def execute(self, output: SchedulerOutput) -> RunnerOutput:
+        self.outputs.append(output)
+        return RunnerOutput((None,) * len(output.sequences))
+
+
+def test_the_meter_runs_decodes_with_their_context_and_one_chunk() -> None:
+    recorder = Recorder()
+    StepMeter(recorder, page_size=4, num_pages=10, context=6).measure(9, num_decodes=3)
+    (output,) = recorder.outputs
+    assert [(s.start, len(s.token_ids), len(s.page_table)) for s in output.sequences] == [(6, 1, 2)] * 3 + [(0, 6, 2)]
+    assert output.num_tokens == 9
+    assert all(0 <= page < 10 for s in output.sequences for page in s.page_table)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"tpot_slo_ms": 50.0, "step_target_ms": 100.0},
+        {"tpot_slo_ms": 50.0, "max_num_batched_tokens": 128},
+        {"step_target_ms": 50.0, "max_num_batched_tokens": 128},
+        {"tpot_slo_ms": 50.0, "runner": "fake"},
+    ],
+)
+def test_what_sets_the_budget_twice_is_refused_by_name(options: dict[str, object]) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        EngineConfig(**options)  # type: ignore[arg-type]
+    assert all("--" + name.replace("_", "-") in refusal.value.message for name in options)
+
+
+def test_a_prefill_worker_has_no_tpot() -> None:
+    with pytest.raises(ConfigError, match="--tpot-slo-ms"):
+        EngineConfig(tpot_slo_ms=50.0).check_prefill()
