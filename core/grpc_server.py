@@ -38,6 +38,7 @@ REASON_KEY = "pdserve-reason"
 RETRY_AFTER_KEY = "pdserve-retry-after-ms"
 KEEPALIVE_S = 10.0
 STOP_TIMEOUT_S = 3.0
+WRITE_FAILED = "Internal error from Core"  # grpc.aio's words when a write meets an end that it has not read yet
 MAX_DETAILS_BYTES = 1500  # details travel percent-encoded (up to 3 bytes each) in a header; 8 KiB is the usual limit
 
 _log = logging.getLogger(__name__)
@@ -73,6 +74,8 @@ def error_from_detail(detail: common_pb2.ErrorDetail) -> PdserveError:
 
 def error_from_rpc(error: grpc.aio.AioRpcError) -> PdserveError:
     """The error with which a call to another server of ours ended."""
+    if error.code() is grpc.StatusCode.INTERNAL and error.details() == WRITE_FAILED:
+        return UnavailableError("the stream had ended when it was written to", reason="STREAM_ENDED")
     metadata: dict[str, object] = dict(cast(Any, error.trailing_metadata()) or ())
     retry_after = str(metadata.get(RETRY_AFTER_KEY, "0"))
     return _make_error(

@@ -152,6 +152,7 @@ class RouterSession:
         self._queued_bytes = 0
         self._heartbeats_queued = 0
         self._silent_ticks = 0
+        self._leaving = False
         self._finishing = False
         self._wake = asyncio.Event()
         self._over: asyncio.Future[PdserveError | None] = asyncio.get_running_loop().create_future()
@@ -201,6 +202,10 @@ class RouterSession:
     def error(self) -> PdserveError | None:
         """Why it ended; None while it lives or when nothing was wrong."""
         return self._over.result() if self._over.done() else None
+
+    def _leave(self, goodbye: worker_pb2.WorkerHeartbeat) -> None:
+        self._leaving = True
+        self.send(worker_pb2.SessionResponse(heartbeat=goodbye))
 
     def _finish(self) -> None:
         self._finishing = True
@@ -283,10 +288,11 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
             session.send(worker_pb2.SessionResponse(heartbeat=self._heartbeat()))
 
     async def close(self, timeout_s: float) -> None:
-        """Ends all sessions after what is queued for them has gone out, or after `timeout_s`."""
+        """Says goodbye; ends a session once its router closed its side and was told all, or after `timeout_s`."""
+        self._draining = True
         sessions = self.sessions
         for session in sessions:
-            session._finish()
+            session._leave(self._heartbeat(leaving=True))
         ends = asyncio.gather(*(session.wait_ended() for session in sessions))
         try:
             await self._clock.wait_for(ends, timeout_s)
@@ -398,6 +404,9 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
             if self._metrics is not None:
                 self._metrics.session_messages.labels("received", kind).inc()
             self._dispatch(session, kind, message)
+        if session._leaving:
+            session._finish()
+            await session.wait_ended()  # by `_write`, once all is out
 
     async def _write(
         self,
@@ -413,8 +422,8 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
             await self._clock.sleep(self._heartbeat_s)
             session.send_heartbeat(self._heartbeat())
 
-    def _heartbeat(self) -> worker_pb2.WorkerHeartbeat:
-        return worker_pb2.WorkerHeartbeat(load=self._handler.load(), draining=self._draining)
+    def _heartbeat(self, leaving: bool = False) -> worker_pb2.WorkerHeartbeat:
+        return worker_pb2.WorkerHeartbeat(load=self._handler.load(), draining=self._draining, leaving=leaving)
 
     async def _watch_silence(self, session: RouterSession) -> None:
         # Counted in ticks, not in time: when this process itself stood still, that is one tick, and the messages that

@@ -216,6 +216,9 @@ class RouterMetrics:
             ["operation"],
             registry=r,
         )
+        self.late_messages = Counter(
+            "pdserve_router_late_messages_total", "Messages of workers for attempts that had ended; dropped", registry=r
+        )
 
     def set_info(self, *, router_id: str, model: str) -> None:
         """Sets `pdserve_router_info`."""

@@ -130,6 +130,7 @@ class RouterApp:
             heartbeat_s=config.heartbeat_s,
             worker_timeout_s=config.worker_timeout_s,
             open_channel=partial(grpc.aio.insecure_channel, options=channel_options(service.max_message_bytes)),
+            count_late=metrics.late_messages.inc,
         )
         connecting = await stack.enter_async_context(_background(connector.run()))
         await server.start()

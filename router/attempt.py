@@ -23,8 +23,8 @@ from pdserve.router.admission import Admitted
 from pdserve.router.inbox import AttemptEvent, Cancel, Died, Inbox, Output, Reservation, WorkersChanged
 from pdserve.router.policy import Route
 from pdserve.router.progress import Progress
-from pdserve.router.worker_client import WorkerClient
-from pdserve.router.worker_table import WorkerFacts, WorkerTable
+from pdserve.router.worker_set import WorkerSet
+from pdserve.router.worker_table import WorkerFacts
 from pdserve.v1 import common_pb2, worker_pb2
 
 ABORT_TIMEOUT_S = 1.5
@@ -94,8 +94,7 @@ class Attempt:
         request: What is computed.
         ids: Identity of this try.
         route: Where.
-        clients: Worker id -> client, for the workers of the route.
-        table: Keeps this router's own counts.
+        workers: Gives the clients of the route's workers, keeps this router's own counts, hears who drains.
         inbox: Where the workers' news and the cancellation arrive.
         progress: Released output; lives over attempts.
     """
@@ -105,16 +104,16 @@ class Attempt:
         request: Admitted,
         ids: AttemptIds,
         route: Route,
-        clients: dict[str, WorkerClient],
-        table: WorkerTable,
+        workers: WorkerSet,
         inbox: Inbox,
         progress: Progress,
     ) -> None:
         self._request = request
         self._ids = ids
         self._route = route
-        self._clients = clients
-        self._table = table
+        self._workers = workers
+        self._clients = {worker_id: workers.client(worker_id) for worker_id in route.worker_ids}
+        self._table = workers.table
         self._inbox = inbox
         self._progress = progress
         self._key = f"{request.request_id}/{ids.attempt}"
@@ -209,7 +208,7 @@ class Attempt:
         """True when a worker that drains did not take the request, and no token was released: another may have it."""
         if error.reason != "DRAINING" or self._progress.num_tokens:
             return False
-        self._table.set_draining(worker_id, True)
+        self._workers.worker_draining(worker_id, True)
         return True
 
     def _reservation(self, result: worker_pb2.ReservationResult) -> Outcome | None:

@@ -44,6 +44,7 @@ class Connector:
         heartbeat_s: Time between signs of life.
         worker_timeout_s: A worker silent for this long is taken for dead.
         open_channel: Makes a gRPC channel to host:port.
+        count_late: Called for each message that came for an ended attempt.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class Connector:
         heartbeat_s: float,
         worker_timeout_s: float,
         open_channel: Callable[[str], grpc.aio.Channel],
+        count_late: Callable[[], None] = lambda: None,
     ) -> None:
         self._workers = workers
         self._discovery = discovery
@@ -64,6 +66,7 @@ class Connector:
         self._heartbeat_s = heartbeat_s
         self._worker_timeout_s = worker_timeout_s
         self._open_channel = open_channel
+        self._count_late = count_late
         self._listed: dict[str, Listed] = {}
         self._news: dict[str, asyncio.Event] = {}  # of each worker that a keeper cares for
 
@@ -100,6 +103,7 @@ class Connector:
                 heartbeat_s=self._heartbeat_s,
                 timeout_s=self._worker_timeout_s,
                 open_channel=self._open_channel,
+                count_late=self._count_late,
             )
             try:
                 error = await client.run()

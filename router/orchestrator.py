@@ -236,10 +236,8 @@ class Orchestrator:
                 deadline_ms=request.left_ms(self._clock.now()),
                 traceparent=request.trace.traceparent,
             )
-            clients = {w: self._workers.client(w) for w in route.worker_ids}
-            outcome = await Attempt(
-                request.admitted, ids, route, clients, self._workers.table, request.inbox, request.progress
-            ).run()
+            attempted = Attempt(request.admitted, ids, route, self._workers, request.inbox, request.progress)
+            outcome = await attempted.run()
             if isinstance(outcome, Completed | Cancelled):
                 return outcome
             refused[outcome.worker_id] = self._clock.now() + outcome.retry_after_s

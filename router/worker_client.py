@@ -98,9 +98,9 @@ class GrpcWorkerClient:
         heartbeat_s: Time between signs of life.
         timeout_s: A worker silent for this long is taken for dead.
         open_channel: Makes a gRPC channel to host:port.
+        count_late: Called for each message for an unknown or ended attempt, which is dropped.
 
     Attributes:
-        num_late: Messages for unknown or ended attempts, dropped.
         was_open: True once Welcome was right.
     """
 
@@ -114,10 +114,10 @@ class GrpcWorkerClient:
         heartbeat_s: float,
         timeout_s: float,
         open_channel: Callable[[str], grpc.aio.Channel],
+        count_late: Callable[[], None] = lambda: None,
     ) -> None:
         self.listed = listed
         self.worker_id = listed.worker_id
-        self.num_late = 0
         self.was_open = False
         self._router_id = router_id
         self._clock = clock
@@ -125,12 +125,14 @@ class GrpcWorkerClient:
         self._heartbeat_s = heartbeat_s
         self._max_silent_ticks = max(1, round(timeout_s / heartbeat_s))
         self._open_channel = open_channel
+        self._count_late = count_late
         self._attempts: dict[_Key, Inbox] = {}
         self._aborts: dict[_Key, asyncio.Future[bool]] = {}
         self._leases: set[str] = set()
-        self._outgoing: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
+        self._outgoing: asyncio.Queue[worker_pb2.SessionRequest | None] = asyncio.Queue()  # None: nothing follows
         self._silent_ticks = 0
         self._draining = False
+        self._leaving = False
         self._error: PdserveError | None = None
 
     # ---- WorkerClient
@@ -138,8 +140,9 @@ class GrpcWorkerClient:
     def submit(self, message: worker_pb2.Submit, inbox: Inbox) -> None:
         """See `WorkerClient`."""
         fence = message.fence
-        if self._error is not None:
-            inbox.put(Died(self.worker_id, fence.attempt, self._error))
+        error = self._error or (self._died("is about to end") if self._leaving else None)
+        if error is not None:
+            inbox.put(Died(self.worker_id, fence.attempt, error))
             return
         self._attempts[_key(fence)] = inbox
         self._outgoing.put_nowait(worker_pb2.SessionRequest(submit=message))
@@ -148,7 +151,7 @@ class GrpcWorkerClient:
         """See `WorkerClient`."""
         key = _key(fence)
         self._attempts.pop(key, None)
-        if self._error is not None:
+        if self._error is not None or self._leaving:
             return False
         answer = self._aborts.get(key)
         if answer is None:
@@ -224,17 +227,17 @@ class GrpcWorkerClient:
                 call.cancel()
 
     async def _requests(self) -> AsyncIterator[worker_pb2.SessionRequest]:
-        while True:
-            yield await self._outgoing.get()
+        while (message := await self._outgoing.get()) is not None:
+            yield message
 
     async def _tick(self, call: Call) -> None:
         """Signs of life; ends the call of a silent worker. Ticks are counted, so that a stalled loop blames nobody."""
         while self._silent_ticks < self._max_silent_ticks:
-            heartbeat = worker_pb2.SessionRequest(heartbeat=worker_pb2.RouterHeartbeat())
-            self._outgoing.put_nowait(heartbeat)
-            if self._leases:
-                renew = worker_pb2.RenewLeases(transfer_ids=sorted(self._leases))
-                self._outgoing.put_nowait(worker_pb2.SessionRequest(renew_leases=renew))
+            if not self._leaving:
+                self._outgoing.put_nowait(worker_pb2.SessionRequest(heartbeat=worker_pb2.RouterHeartbeat()))
+                if self._leases:
+                    renew = worker_pb2.RenewLeases(transfer_ids=sorted(self._leases))
+                    self._outgoing.put_nowait(worker_pb2.SessionRequest(renew_leases=renew))
             await self._clock.sleep(self._heartbeat_s)
             self._silent_ticks += 1
         call.cancel()
@@ -287,13 +290,16 @@ class GrpcWorkerClient:
             self._owner.worker_loaded(self.worker_id, _load(message.heartbeat.load))
             self._draining = message.heartbeat.draining
             self._owner.worker_draining(self.worker_id, self._draining)
+            if message.heartbeat.leaving and not self._leaving:
+                self._leaving = True
+                self._outgoing.put_nowait(None)
         else:
             _log.warning("worker %s sent %s, which is not expected here", self.worker_id, kind)
 
     def _deliver(self, fence: common_pb2.Fence, event: AttemptEvent) -> None:
         inbox = self._attempts.get(_key(fence))
         if inbox is None:
-            self.num_late += 1
+            self._count_late()
         else:
             inbox.put(event)
 

@@ -434,9 +434,15 @@ def test_close_sends_what_is_queued_first():
             for step in range(1, 50):
                 outputs = worker_pb2.StepOutputs(step=step)
                 handler.sessions[0].send(worker_pb2.SessionResponse(step_outputs=outputs))
-            await sessions.close(DEADLINE_S)
+            closing = asyncio.create_task(sessions.close(DEADLINE_S))
             steps = [(await router.receive("step_outputs")).step for _ in range(1, 50)]
             assert steps == list(range(1, 50))
+            goodbye = await router.receive("heartbeat")
+            assert goodbye.draining and goodbye.leaving
+            await router.send(submit=submit("late"))  # read and refused: a write into an ended stream would break it
+            await router.close()
+            assert (await failure(router)).reason == "DRAINING"
+            await closing
             with pytest.raises(PdserveError) as raised:
                 await router.receive()
             assert raised.value.reason == "WORKER_STOPPED"

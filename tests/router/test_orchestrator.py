@@ -9,6 +9,7 @@ import pytest
 
 from pdserve.bench.virtual_time import run_virtual
 from pdserve.core.errors import CapacityError, DeadlineError, PdserveError, UnavailableError
+from pdserve.router.inbox import Inbox, WorkersChanged
 from pdserve.router.record import DuplicateRequestError, RequestState
 from pdserve.router.trace import NoTrace
 from pdserve.v1 import common_pb2, worker_pb2
@@ -304,6 +305,8 @@ def test_a_worker_that_drains_passes_the_request_on(victim: str, how: str) -> No
         w = World("p0", "d0")
         opened = await w.open()
         w.connect(victim[0] + "1")
+        readiness = Inbox()
+        w.workers.subscribe(readiness)
         if how == "refuses":
             w.clients[victim].output("r", failed("DRAINING"))
         else:
@@ -311,6 +314,8 @@ def test_a_worker_that_drains_passes_the_request_on(victim: str, how: str) -> No
         await w.settle()
         p, d = ("p1", "d0") if victim == "p0" else ("p0", "d1")
         assert w.clients[p].submits.keys() == w.clients[d].submits.keys() == {("r", 2)}
+        async with asyncio.timeout(1):
+            assert isinstance(await readiness.get(), WorkersChanged)
         w.clients[d].reserve("r", 2)
         w.clients[p].output("r", tokens(0, 10), 2)
         w.clients[d].output("r", tokens(1, 11, 12, 13, finish=True), 2)

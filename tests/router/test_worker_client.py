@@ -37,6 +37,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
         self.received: asyncio.Queue[worker_pb2.SessionRequest] = asyncio.Queue()
         self.outgoing: asyncio.Queue[Response | None] = asyncio.Queue()
         self.num_sessions = 0
+        self.half_closed = asyncio.Event()
 
     async def Session(
         self, requests: AsyncIterator[worker_pb2.SessionRequest], context: object
@@ -70,6 +71,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
     async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
         async for request in requests:
             await self.received.put(request)
+        self.half_closed.set()
 
     async def next(self, kind: str) -> worker_pb2.SessionRequest:
         """The next message of a kind."""
@@ -120,6 +122,10 @@ class Router:
         self.discovery = Discovery()
         self.inbox = Inbox()
         self.workers.subscribe(self.inbox)
+        self.num_late = 0
+
+    def count_late(self) -> None:
+        self.num_late += 1
 
     def state(self) -> str:
         return next((row.state for row in self.workers.table.rows()), "")
@@ -144,6 +150,7 @@ def run(test: Callable[[Router, ScriptedWorker, int], Awaitable[None]], *, timeo
             heartbeat_s=0.05,
             worker_timeout_s=timeout_s,
             open_channel=grpc.aio.insecure_channel,
+            count_late=router.count_late,
         )
         running = asyncio.create_task(connector.run())
         try:
@@ -201,8 +208,28 @@ def test_outputs_reach_their_attempts_and_nobody_else() -> None:
         live = router.workers.table.live("d0")
         assert live is not None
         assert live.load.num_running == 7
-        assert isinstance(router.client, GrpcWorkerClient)
-        assert router.client.num_late == 3
+        assert router.num_late == 3
+
+    run(test)
+
+
+def test_a_worker_that_leaves_is_written_to_no_more_and_heard_to_its_end() -> None:
+    async def test(router: Router, worker: ScriptedWorker, port: int) -> None:
+        router.discovery.set(record(port))
+        await router.until("ready")
+        client, early, late = router.client, Inbox(), Inbox()
+        client.submit(submit("early"), early)
+        worker.send(heartbeat=worker_pb2.WorkerHeartbeat(draining=True, leaving=True))
+        await worker.half_closed.wait()
+        client.submit(submit("late"), late)
+        died = await late.get()
+        assert isinstance(died, Died) and died.error.reason == "DRAINING"
+        assert not await client.abort(fence("late"), "CLIENT_CANCELLED", 60.0), "nobody answers any more"
+        worker.send(step_outputs=step(of(tokens(0, 1), "early")))
+        assert isinstance(await early.get(), Output)
+        worker.outgoing.put_nowait(None)
+        died = await early.get()
+        assert isinstance(died, Died) and died.error.reason == "DRAINING"
 
     run(test)
 

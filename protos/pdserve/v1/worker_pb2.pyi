@@ -226,9 +226,11 @@ class Load(_message.Message):
     def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., num_free_pages: _Optional[int] = ..., num_pending_prefill_tokens: _Optional[int] = ...) -> None: ...
 
 class WorkerHeartbeat(_message.Message):
-    __slots__ = ("load", "draining")
+    __slots__ = ("load", "draining", "leaving")
     LOAD_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    LEAVING_FIELD_NUMBER: _ClassVar[int]
     load: Load
     draining: bool
-    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ...) -> None: ...
+    leaving: bool
+    def __init__(self, load: _Optional[_Union[Load, _Mapping]] = ..., draining: _Optional[bool] = ..., leaving: _Optional[bool] = ...) -> None: ...
