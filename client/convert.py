@@ -94,8 +94,12 @@ def new_request_id() -> str:
 
 def to_delta(message: common_pb2.Delta) -> Delta:
     """A delta from its message."""
-    logprobs = tuple(PositionLogprobs(_logprob(p.chosen), tuple(_logprob(t) for t in p.top)) for p in message.logprobs)
-    return Delta(message.index, tuple(message.token_ids), message.text, logprobs)
+    return Delta(message.index, tuple(message.token_ids), message.text, tuple(map(_position, message.logprobs)))
+
+
+def to_prompt_logprobs(message: common_pb2.PromptLogprobs) -> tuple[PositionLogprobs, ...]:
+    """Log-probabilities of prompt tokens from their message."""
+    return tuple(map(_position, message.logprobs))
 
 
 def to_finish_reason(value: int) -> FinishReason | None:
@@ -160,6 +164,10 @@ def _worker(w: inference_pb2.WorkerInfo) -> WorkerInfo:
 
 def _enum_word(name: str, prefix: str) -> str:
     return name.removeprefix(prefix).lower()
+
+
+def _position(message: common_pb2.PositionLogprobs) -> PositionLogprobs:
+    return PositionLogprobs(_logprob(message.chosen), tuple(map(_logprob, message.top)))
 
 
 def _logprob(message: common_pb2.TokenLogprob) -> TokenLogprob:

@@ -75,6 +75,9 @@ class Exchange:
         self._refusal: PdserveError | None = None
         self._accepted: inference_pb2.Accepted | None = None
         self._any_event = False
+        self._prompt_logprobs: list[PositionLogprobs | None] = []
+        sampling = request.sampling
+        self._scored = sampling.HasField("prompt_logprobs") or (sampling.echo and sampling.HasField("logprobs"))
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
@@ -107,7 +110,7 @@ class Exchange:
         """Takes one event of the stream.
 
         Returns:
-            New output, or None for the first and the last event.
+            New output, or the prompt's text before it when it was asked for; None for events without either.
 
         Raises:
             ServerError: The event breaks the protocol.
@@ -122,6 +125,8 @@ class Exchange:
             return None
         if self._accepted is None:
             raise self._broken(f"'{kind}' before 'accepted'")
+        if kind == "prompt":
+            return self._take_prompt(event.prompt)
         if kind == "delta":
             return self._extend(convert.to_delta(event.delta))
         if kind == "finished":
@@ -153,6 +158,15 @@ class Exchange:
         if self._result is None:
             raise self._broken("the stream ended without its last event")
 
+    def _take_prompt(self, prompt: inference_pb2.Prompt) -> Delta | None:
+        if prompt.HasField("logprobs"):
+            told = self._prompt_logprobs or [None]  # nothing predicts the first token
+            if prompt.logprobs.position != len(told):
+                raise self._broken(f"prompt position {prompt.logprobs.position} after {len(told)}")
+            self._prompt_logprobs = [*told, *convert.to_prompt_logprobs(prompt.logprobs)]
+        self._text.append(prompt.text)
+        return Delta(0, (), prompt.text) if prompt.text else None
+
     def _extend(self, delta: Delta) -> Delta:
         if delta.token_ids and delta.index != len(self._token_ids):
             raise self._broken(f"output index {delta.index} after {len(self._token_ids)} tokens")
@@ -176,6 +190,7 @@ class Exchange:
             model=accepted.model,
             seed=accepted.seed,
             logprobs=tuple(self._logprobs),
+            prompt_logprobs=tuple(self._prompt_logprobs or ([None] if self._scored else [])),
         )
 
     def _broken(self, what: str) -> ServerError:

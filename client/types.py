@@ -147,7 +147,7 @@ class Result:
     """A finished request.
 
     Attributes:
-        text: All generated text.
+        text: All generated text; with `echo` after that of the prompt.
         token_ids: All generated tokens.
         finish_reason: "stop", "length" or "cancelled".
         stop_reason: The stop string, or the stop token as decimal text, that matched; None if neither.
@@ -157,6 +157,7 @@ class Result:
         model: Model that served it.
         seed: Seed in force: yours, or the one that the router drew; repeat with it to get the same tokens.
         logprobs: One entry per token when log-probabilities were asked for, else empty.
+        prompt_logprobs: One entry per prompt token when they were asked for, else empty; the first is None.
     """
 
     text: str
@@ -169,6 +170,7 @@ class Result:
     model: str
     seed: int
     logprobs: tuple[PositionLogprobs, ...] = ()
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -119,6 +119,20 @@ class OutputState:
         )
 
 
+def prompt_output(
+    fence: common_pb2.Fence, first: int, logprobs: Sequence[PositionLogprobs]
+) -> worker_pb2.SequenceOutput:
+    """Log-probabilities of prompt positions, ready to be sent.
+
+    Args:
+        fence: Identity of the try.
+        first: Position of the first of `logprobs`.
+        logprobs: One per position.
+    """
+    told = common_pb2.PromptLogprobs(position=first, logprobs=map(_position, logprobs))
+    return worker_pb2.SequenceOutput(fence=fence, prompt_logprobs=told)
+
+
 def _position(at: PositionLogprobs) -> common_pb2.PositionLogprobs:
     return common_pb2.PositionLogprobs(chosen=_token(at.chosen), top=map(_token, at.top))
 

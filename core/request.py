@@ -84,7 +84,8 @@ class Request:
     def choices(self) -> tuple[Request, ...]:
         """One request per output stream, `sampling.n` of them, with n = 1 and their own keys and seeds.
 
-        The first has this request's key and seed, and its emitted tokens; the others have emitted nothing.
+        The first has this request's key and seed, and its emitted tokens; the others have emitted nothing, and tell
+        nothing of the prompt.
         """
         sampling, seed = self.sampling, self.sampling.seed
         if sampling.n == 1:
@@ -97,7 +98,7 @@ class Request:
                 replace(
                     first,
                     key=f"{self.key}#{i}",
-                    sampling=replace(first.sampling, seed=choice_seed(seed, i)),
+                    sampling=replace(first.sampling.without_prompt(), seed=choice_seed(seed, i)),
                     emitted_token_ids=(),
                 )
                 for i in range(1, sampling.n)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 
 from pdserve.core.errors import RequestError, UnimplementedError
 
@@ -21,9 +21,11 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 16
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 BIAS_LIMIT = 100.0
+MAX_PROMPT_LOGPROBS = 1 << 18
+"""Log-probabilities of one prompt: its tokens times 1 + `prompt_logprobs`."""
 DEFAULT_MAX_TOKENS = 256
 
-_NOT_HONOURED = ("prompt_logprobs", "structured_outputs", "echo")
+_NOT_HONOURED = ("structured_outputs",)
 """Fields whose only accepted value is their default."""
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 
@@ -55,10 +57,11 @@ class SamplingParams:
         bad_words: Words that must not appear in the output. The tokens of a word, with and without a space before it,
             are never completed; another way to spell it with tokens is not found.
         logprobs: Likeliest tokens to report per position, 0..20; None: no log-probabilities.
-        prompt_logprobs: Not honoured yet.
+        prompt_logprobs: The same for the tokens of the prompt, which is then computed as a whole, without cached KV.
+            None: no log-probabilities, or as many as `logprobs` with `echo`.
         skip_special_tokens: Leave special tokens out of the text.
         structured_outputs: Not honoured yet.
-        echo: Not honoured yet.
+        echo: The text begins with the prompt's.
 
     Raises:
         RequestError: A value is out of range; the message names the field.
@@ -102,6 +105,13 @@ class SamplingParams:
                 )
         if not 1 <= self.n <= MAX_N:
             _refuse("n", self.n, f"in 1..{MAX_N}")
+        if self.echo and self.n > 1:
+            raise UnimplementedError(
+                f"sampling parameter 'echo' is not supported with n = {self.n}; leave one of them out",
+                reason="UNSUPPORTED_PARAMETER",
+            )
+        if self.echo and self.prompt_logprobs is None:
+            object.__setattr__(self, "prompt_logprobs", self.logprobs)
         self._check_choice()
         self._check_penalties()
         self._check_end()
@@ -117,8 +127,9 @@ class SamplingParams:
             _refuse("min_p", self.min_p, "in [0, 1]")
         if self.seed is not None and not 0 <= self.seed < 2**64:
             _refuse("seed", self.seed, "in [0, 2**64)")
-        if self.logprobs is not None and not 0 <= self.logprobs <= MAX_LOGPROBS:
-            _refuse("logprobs", self.logprobs, f"in 0..{MAX_LOGPROBS}")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None and not 0 <= value <= MAX_LOGPROBS:
+                _refuse(name, value, f"in 0..{MAX_LOGPROBS}")
         _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         if any(not word.strip() for word in self.bad_words):
@@ -145,14 +156,25 @@ class SamplingParams:
         _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
         _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
 
-    def check_vocabulary(self, vocab_size: int) -> None:
-        """Checks the token ids that a request names against the model's vocabulary.
+    def check_request(self, num_prompt_tokens: int, vocab_size: int) -> None:
+        """Checks what depends on the prompt and the model.
 
         Raises:
-            RequestError: An id is not in [0, vocab_size); the message names the field.
+            RequestError: A token id is not in [0, vocab_size), or the prompt's log-probabilities are too many; the
+                message names the field.
         """
+        if self.prompt_logprobs is not None and num_prompt_tokens * (1 + self.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"sampling parameter 'prompt_logprobs' is {self.prompt_logprobs}: with {num_prompt_tokens} prompt "
+                f"tokens that is more than {MAX_PROMPT_LOGPROBS} log-probabilities; ask for less or shorten the prompt",
+                reason="TOO_MANY_LOGPROBS",
+            )
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             check_token_ids(f"sampling parameter '{name}'", tuple(getattr(self, name) or ()), vocab_size)
+
+    def without_prompt(self) -> SamplingParams:
+        """The same for one who tells nothing of the prompt."""
+        return replace(self, prompt_logprobs=None, echo=False)
 
     @property
     def greedy(self) -> bool:

@@ -58,7 +58,9 @@ def read_request(message: worker_pb2.Submit, limits: ModelLimits) -> Request:
     if message.prompt_digest != token_digest(known):
         raise RequestError("prompt_digest does not match the token ids", reason="BAD_PROMPT_DIGEST")
     sampling = sampling_from_proto(message.sampling)
-    sampling.check_vocabulary(limits.vocab_size)
+    sampling.check_request(len(prompt), limits.vocab_size)
+    if message.part == common_pb2.ROLE_DECODE:
+        sampling = sampling.without_prompt()  # who computes the prompt tells of it
     if sampling.seed is None or sampling.max_tokens is None:
         raise RequestError("a submission must set sampling.seed and sampling.max_tokens", reason="BAD_SUBMIT")
     if len(emitted) >= sampling.max_tokens:

@@ -163,6 +163,25 @@ def _possible_start(text: str, stops: Sequence[str]) -> int:
     return 0
 
 
+def echo_text(tokenizer: Tokenizer, prompt: object, token_ids: Sequence[int], params: SamplingParams) -> str:
+    """What `echo` puts before the output.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        prompt: As it was sent.
+        token_ids: What it became.
+        params: `echo` and `skip_special_tokens` are read.
+
+    Returns:
+        A text as it was sent; of chats and token ids the text of the tokens; empty without `echo`.
+    """
+    if not params.echo:
+        return ""
+    if isinstance(prompt, str):
+        return prompt
+    return tokenizer.decode(token_ids, skip_special_tokens=params.skip_special_tokens)
+
+
 class _Detokenizer:
     """Turns tokens into text that later tokens cannot change.
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityError, EngineError, PdserveError, TransferError
+from pdserve.core.output_stage import prompt_output
 from pdserve.core.session import RouterSession
 from pdserve.core.stream_record import StreamRecord
 from pdserve.core.stream_service import Step, StreamService
@@ -36,6 +37,7 @@ from pdserve.engine.step import (
     Command,
     Event,
     PrefillStarted,
+    PromptLogprobs,
     ReservationRefused,
     Reserve,
     Reserved,
@@ -130,6 +132,9 @@ class DecodeService(StreamService[DecodeStream, Event]):
             case TokensSampled():
                 if not stream.silent:
                     self._on_tokens(stream, event, batch, now, step_began)
+            case PromptLogprobs(_, first, logprobs):
+                if not stream.silent:
+                    batch.add(stream.session, prompt_output(stream.submit.fence, first, logprobs))
             case PrefillStarted():
                 stream.record.started(step_began)
             case Reserved():

@@ -80,7 +80,8 @@ class FakeRunner:
         terms = (kv[:, 0] + kv[:, 1] * np.uint64(3)) * self._weights[ordinal]
         terms[np.arange(size) >= valid[:, None]] = 0
         noise = _mix(np.add.reduceat(terms.sum(axis=1), first)).tolist()
-        return RunnerOutput(tuple(map(self._sample, items, noise)))
+        prompts = {i: _prompt_logprobs(item) for i, item in enumerate(items) if item.prompt is not None}
+        return RunnerOutput(tuple(map(self._sample, items, noise)), prompts)
 
     def _sample(self, item: ScheduledSequence, noise: int) -> SampledToken | SamplingFailure | None:
         if item.sampling is None:
@@ -91,6 +92,13 @@ class FakeRunner:
         num_logprobs = item.sampling.logprobs
         chosen = TokenLogprob(token, 0.0, 1)
         return SampledToken(token, None if num_logprobs is None else PositionLogprobs(chosen, (chosen,)[:num_logprobs]))
+
+
+def _prompt_logprobs(item: ScheduledSequence) -> tuple[PositionLogprobs, ...]:
+    """Every token of the prompt was certain."""
+    assert item.prompt is not None
+    chosen = (TokenLogprob(t, 0.0, 1) for t in item.known[item.prompt.first : item.prompt.last + 1])
+    return tuple(PositionLogprobs(c, (c,)[: item.prompt.num_top]) for c in chosen)
 
 
 def _token(noise: int, eos_period: int | None) -> int:

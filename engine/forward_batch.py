@@ -22,6 +22,7 @@ class ForwardBatch:
         kv_lens: `[num_seqs]`, tokens of each sequence, new ones included.
         page_tables: `[num_seqs, max_pages]`, padded with 0; padding is never read.
         sampled_rows: `[num_sampled]`, rows of `token_ids` after which a token is sampled.
+        prompt_rows: `[num_prompt_positions]`, rows that predict prompt tokens whose log-probabilities are told.
     """
 
     token_ids: Tensor
@@ -31,6 +32,7 @@ class ForwardBatch:
     kv_lens: Tensor
     page_tables: Tensor
     sampled_rows: Tensor
+    prompt_rows: Tensor
 
 
 def build_batch(output: SchedulerOutput, page_size: int) -> ForwardBatch:
@@ -44,8 +46,12 @@ def build_batch(output: SchedulerOutput, page_size: int) -> ForwardBatch:
     positions: list[int] = []
     slots: list[int] = []
     starts, kv_lens, tables, sampled = [0], [], [], []
+    prompt: list[int] = []
     for seq in output.sequences:
         stop = seq.start + len(seq.token_ids)
+        if seq.prompt is not None:
+            before = len(token_ids) - seq.start - 1  # the row before a position predicts it
+            prompt.extend(range(before + seq.prompt.first, before + seq.prompt.last + 1))
         token_ids.extend(seq.token_ids)
         positions.extend(range(seq.start, stop))
         slots.extend(seq.page_table[p // page_size] * page_size + p % page_size for p in range(seq.start, stop))
@@ -63,4 +69,5 @@ def build_batch(output: SchedulerOutput, page_size: int) -> ForwardBatch:
         kv_lens=torch.tensor(kv_lens, dtype=torch.int64),
         page_tables=torch.tensor([[*t, *([0] * (width - len(t)))] for t in tables], dtype=torch.int64),
         sampled_rows=torch.tensor(sampled, dtype=torch.int64),
+        prompt_rows=torch.tensor(prompt, dtype=torch.int64),
     )

@@ -26,13 +26,14 @@ from pdserve.core.errors import (
 )
 from pdserve.core.request import Request
 from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams, check_token_ids
+from pdserve.core.text_stream import echo_text
 from pdserve.core.tokenizer import ChatMessages
 from pdserve.engine.build import build_core
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache import PlainPool
 from pdserve.engine.outputs import ChoiceOutput, Completion, OutputDelta, RequestOutput
 from pdserve.engine.progress import Progress
-from pdserve.engine.step import Abort, Add, Command, SequenceFailed, TokensSampled
+from pdserve.engine.step import Abort, Add, Command, PromptLogprobs, SequenceFailed, TokensSampled
 
 Prompt = str | Sequence[int] | ChatMessages
 """Text, token ids, or chat messages with "role" and "content"."""
@@ -98,7 +99,7 @@ class LLM:
         if len(each) != len(several):
             raise RequestError(f"{len(several)} prompts and {len(each)} sampling parameters; give one each, or one")
         requests = [self._request(p, s) for p, s in zip(several, each, strict=True)]
-        outputs = [self._submit(r) for r in requests]
+        outputs = [self._submit(r, p) for r, p in zip(requests, several, strict=True)]
         try:
             while not all(o.ended for o in outputs):
                 self._step()
@@ -118,7 +119,7 @@ class LLM:
         Raises:
             RequestError: The prompt or a parameter is wrong; raised at once, not at the first item.
         """
-        return self._stream(self._submit(self._request(prompt, sampling_params or SamplingParams())))
+        return self._stream(self._submit(self._request(prompt, sampling_params or SamplingParams()), prompt))
 
     def _stream(self, output: RequestOutput) -> Iterator[OutputDelta]:
         try:
@@ -138,7 +139,7 @@ class LLM:
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", reason="EMPTY_PROMPT")
         check_token_ids("prompt", tokens, self._built.vocab_size)
-        sampling.check_vocabulary(self._built.vocab_size)
+        sampling.check_request(len(tokens), self._built.vocab_size)
         room = self.max_model_len - len(tokens)
         if room < 1:
             raise RequestError(
@@ -170,9 +171,10 @@ class LLM:
             reason="BAD_PROMPT",
         )
 
-    def _submit(self, request: Request) -> RequestOutput:
+    def _submit(self, request: Request, prompt: Prompt) -> RequestOutput:
         first, *forks = choices = request.choices()
-        output = RequestOutput(request, choices, self.tokenizer)
+        echo = echo_text(self.tokenizer, prompt, request.prompt_token_ids, request.sampling)
+        output = RequestOutput(request, choices, self.tokenizer, echo)
         self._open.update((choice.key, choice) for choice in output.choices)
         self._commands.append(Add(first, forks=tuple(forks)))
         return output
@@ -200,6 +202,8 @@ class LLM:
                     del self._open[event.key]
             elif isinstance(event, SequenceFailed) and (output := self._open.pop(event.key, None)) is not None:
                 output.error = _error(event)
+            elif isinstance(event, PromptLogprobs) and (output := self._open.get(event.key)) is not None:
+                output.prompt_logprobs += event.logprobs
 
 
 def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:

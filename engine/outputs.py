@@ -75,11 +75,13 @@ class Completion:
         prompt_token_ids: What the prompt became.
         choices: `SamplingParams.n` of them.
         usage: Token counts.
+        prompt_logprobs: One per prompt token, of which the first is None; empty when not asked for.
     """
 
     prompt_token_ids: tuple[int, ...]
     choices: tuple[Choice, ...]
     usage: Usage
+    prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
 
     @property
     def text(self) -> str:
@@ -114,21 +116,24 @@ class ChoiceOutput:
         request: Of this choice alone.
         tokenizer: The model's tokenizer.
         choice: Its index.
+        echo: Text of the prompt, if it is to stand before the output's.
 
     Attributes:
         finish_reason: Why it ended; None: it goes on.
         error: Why it failed.
+        prompt_logprobs: Of the prompt so far, from its second token on.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, choice: int) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer, choice: int, echo: str = "") -> None:
         self.key = request.key
         self.finish_reason: FinishReason | None = None
         self.error: PdserveError | None = None
         self.num_cached = 0
+        self.prompt_logprobs: list[PositionLogprobs] = []
         self.token_ids: list[int] = []
         self._choice = choice
         self._text_stream = TextStream(tokenizer, request.sampling)
-        self._text = ""
+        self._text = echo
         self._logprobs: list[PositionLogprobs] = []
         self._stop_reason: str | None = None
         self._num_taken_tokens = 0
@@ -183,11 +188,13 @@ class RequestOutput:
         request: With `sampling.n` choices.
         choices: Its requests, one per choice; see `Request.choices`.
         tokenizer: The model's tokenizer.
+        echo: Text of the prompt, if it is to stand before the output's.
     """
 
-    def __init__(self, request: Request, choices: Sequence[Request], tokenizer: Tokenizer) -> None:
-        self.choices = [ChoiceOutput(choice, tokenizer, i) for i, choice in enumerate(choices)]
+    def __init__(self, request: Request, choices: Sequence[Request], tokenizer: Tokenizer, echo: str = "") -> None:
+        self.choices = [ChoiceOutput(choice, tokenizer, i, echo) for i, choice in enumerate(choices)]
         self._prompt_token_ids = request.prompt_token_ids
+        self._scored = request.sampling.prompt_logprobs is not None
 
     @property
     def error(self) -> PdserveError | None:
@@ -211,4 +218,5 @@ class RequestOutput:
             completion_tokens=sum(len(c.token_ids) for c in self.choices),
             cached_tokens=self.choices[0].num_cached,
         )
-        return Completion(self._prompt_token_ids, tuple(c.choice() for c in self.choices), usage)
+        prompt = (None, *self.choices[0].prompt_logprobs) if self._scored else ()
+        return Completion(self._prompt_token_ids, tuple(c.choice() for c in self.choices), usage, prompt)

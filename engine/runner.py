@@ -17,7 +17,7 @@ from pdserve.engine.kv_cache import PoolMemory, layer_views
 from pdserve.engine.loader import LoadedModel
 from pdserve.engine.logits import LogitsProcessor
 from pdserve.engine.page_copies import PageCopies
-from pdserve.engine.sampler import sample
+from pdserve.engine.sampler import prompt_logprobs, sample
 from pdserve.engine.step import RunnerOutput, SchedulerOutput
 from pdserve.kernels.dispatch import kernels_for
 
@@ -60,16 +60,18 @@ class ModelRunner:
         sampling = [s for s in output.sequences if s.sampling is not None]
         try:
             with torch.inference_mode():
-                # Without a row to sample the head still runs on one: not every model accepts an empty selection.
-                rows = batch.sampled_rows if sampling else torch.zeros(1, dtype=torch.int64)
+                rows = torch.cat((batch.sampled_rows, batch.prompt_rows))
+                if not len(rows):  # the head still runs on one row: not every model accepts an empty selection
+                    rows = torch.zeros(1, dtype=torch.int64)
                 logits = self._model(
                     input_ids=batch.token_ids[None],
                     position_ids=batch.positions[None],
                     use_cache=False,
                     logits_to_keep=rows,
                     pdserve=context,
-                ).logits[0, : len(sampling)]
-                tokens = iter(sample(logits, sampling, self._processors))
+                ).logits[0]
+                tokens = iter(sample(logits[: len(sampling)], sampling, self._processors))
+                prompts = prompt_logprobs(logits[len(sampling) :], output.sequences)
         except RuntimeError as e:  # torch's only error type: shapes, memory
             raise EngineError(f"the model failed in step {output.step}: {e}") from e
-        return RunnerOutput(tuple(None if s.sampling is None else next(tokens) for s in output.sequences))
+        return RunnerOutput(tuple(None if s.sampling is None else next(tokens) for s in output.sequences), prompts)

@@ -162,3 +162,22 @@ def position_logprobs(logits: Tensor, token_id: int, num_top: int) -> PositionLo
         TokenLogprob(token_id, float(chosen), rank),
         tuple(TokenLogprob(token, value, i) for i, (token, value) in enumerate(top, 1)),
     )
+
+
+def prompt_logprobs(logits: Tensor, sequences: Seq[ScheduledSequence]) -> dict[int, tuple[PositionLogprobs, ...]]:
+    """Log-probabilities at the prompt positions that a step tells.
+
+    Args:
+        logits: `[num_positions, vocab_size]`: of the rows that predict them, sequence by sequence.
+        sequences: Of the step.
+
+    Returns:
+        By index of the sequence.
+    """
+    told, row = {}, 0
+    for at, seq in enumerate(sequences):
+        if (asked := seq.prompt) is not None:
+            tokens = seq.known[asked.first : asked.last + 1]
+            told[at] = tuple(position_logprobs(logits[row + i], t, asked.num_top) for i, t in enumerate(tokens))
+            row += len(tokens)
+    return told

@@ -198,6 +198,8 @@ class Scheduler:
         events = self._events
         self._pages.end_step()
         assert len(result.sampled) == len(output.sequences)
+        for at, logprobs in result.prompts.items():
+            events.append(self._scheduled[at].tell_prompt(output.sequences[at].prompt, logprobs))
         for seq, item, token in zip(self._scheduled, output.sequences, result.sampled, strict=False):  # then padding
             seq.num_computed = item.start + len(item.token_ids)
             if not seq.started:

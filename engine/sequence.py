@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from enum import StrEnum
 
-from pdserve.core.request import FinishReason, Request
-from pdserve.engine.step import ScheduledSequence
+from pdserve.core.request import FinishReason, PositionLogprobs, Request
+from pdserve.engine.step import PromptLogprobs, PromptPositions, ScheduledSequence
 
 
 class SequenceState(StrEnum):
@@ -63,6 +63,7 @@ class Sequence:
         goal: Tokens to compute before something is sampled or handed off.
         page_table: Pages in order; capacity is the tokens that they hold.
         host_pages: Where the KV of the computed tokens lies while it is swapped out, in order; see `engine.swap`.
+        num_told: Leading prompt positions whose log-probabilities were told; the first has none.
         max_len: Known tokens at which it ends with LENGTH.
         min_len: Known tokens up to which no token ends it.
         stop_ids: Tokens that end it.
@@ -105,6 +106,7 @@ class Sequence:
         "num_initial",
         "num_prompt",
         "num_published",
+        "num_told",
         "order",
         "page_table",
         "rank",
@@ -140,6 +142,7 @@ class Sequence:
         self.max_len = (
             max_model_len if sampling.max_tokens is None else min(max_model_len, self.num_prompt + sampling.max_tokens)
         )
+        self.num_told = 1
         self.min_len = self.num_prompt + sampling.min_tokens
         eos = frozenset() if sampling.ignore_eos else request.eos_token_ids
         self.stop_ids = eos | frozenset(sampling.stop_token_ids)
@@ -183,7 +186,20 @@ class Sequence:
             len(tokens) - self.num_prompt,
             tokens,
             self.num_prompt,
+            None if self.sampling.prompt_logprobs is None else self._prompt_positions(start, end),
         )
+
+    def _prompt_positions(self, start: int, end: int) -> PromptPositions | None:
+        """What a step of the tokens [start, end) tells of the prompt."""
+        assert self.sampling.prompt_logprobs is not None
+        first, last = max(start + 1, self.num_told), min(end, self.num_prompt - 1)
+        return PromptPositions(first, last, self.sampling.prompt_logprobs) if first <= last else None
+
+    def tell_prompt(self, asked: PromptPositions | None, logprobs: tuple[PositionLogprobs, ...]) -> PromptLogprobs:
+        """Notes that log-probabilities of the prompt are told; returns the event that does it."""
+        assert asked is not None and asked.first == self.num_told, f"sequence {self.key}: prompt positions left out"
+        self.num_told += len(logprobs)
+        return PromptLogprobs(self.key, asked.first, logprobs)
 
     @property
     def unreserved(self) -> bool:

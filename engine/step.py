@@ -9,8 +9,9 @@ One step is three calls:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar, dataclass_transform
 
@@ -27,6 +28,21 @@ def _hot(cls: type[T]) -> type[T]:
     return dataclass(slots=True)(cls)
 
 
+@dataclass(frozen=True, slots=True)
+class PromptPositions:
+    """Prompt positions whose log-probabilities a step tells: those that its tokens predict and no step told before.
+
+    Attributes:
+        first: First of them, at least 1: nothing predicts the first token.
+        last: Last of them.
+        num_top: Likeliest tokens to report at each.
+    """
+
+    first: int
+    last: int
+    num_top: int
+
+
 @_hot
 class ScheduledSequence:
     """What one sequence computes in one step.
@@ -41,6 +57,7 @@ class ScheduledSequence:
         output_index: Output index of the token to sample; meaningless when `sampling` is None.
         known: All known tokens: the prompt, then the output so far. Read-only for the runner; it grows between steps.
         num_prompt: Leading tokens of `known` that are the prompt.
+        prompt: Positions of the prompt to tell the log-probabilities of.
     """
 
     key: str
@@ -51,6 +68,7 @@ class ScheduledSequence:
     output_index: int
     known: Seq[int]
     num_prompt: int
+    prompt: PromptPositions | None = None
 
 
 class PageCopyKind(StrEnum):
@@ -130,9 +148,11 @@ class RunnerOutput:
 
     Attributes:
         sampled: One entry per scheduled sequence; None where nothing was sampled.
+        prompts: Log-probabilities at the prompt positions that were asked for, by index of the scheduled sequence.
     """
 
     sampled: tuple[SampledToken | SamplingFailure | None, ...]
+    prompts: Mapping[int, tuple[PositionLogprobs, ...]] = field(default_factory=dict)
 
 
 class Runner(Protocol):
@@ -285,6 +305,21 @@ class PagesReady:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log-probabilities of prompt tokens; each position is told once, in order, before the first token is sampled.
+
+    Attributes:
+        key: The sequence.
+        first: Position of the first of `logprobs`; the first of all is 1.
+        logprobs: One per position; `chosen` is the prompt's token.
+    """
+
+    key: str
+    first: int
+    logprobs: tuple[PositionLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class PrefillStarted:
     """The first step of a sequence ran (ends its queue time)."""
 
@@ -350,7 +385,16 @@ class SequenceFailed:
     message: str
 
 
-Event = TokensSampled | PagesReady | PrefillStarted | Reserved | ReservationRefused | SequenceAborted | SequenceFailed
+Event = (
+    TokensSampled
+    | PromptLogprobs
+    | PagesReady
+    | PrefillStarted
+    | Reserved
+    | ReservationRefused
+    | SequenceAborted
+    | SequenceFailed
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

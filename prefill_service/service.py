@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import EngineError, PdserveError, TransferError
+from pdserve.core.output_stage import prompt_output
 from pdserve.core.session import RouterSession
 from pdserve.core.stream_record import StreamRecord
 from pdserve.core.stream_service import Step, StreamService
@@ -37,6 +38,7 @@ from pdserve.engine.step import (
     MarkReserved,
     PagesReady,
     PrefillStarted,
+    PromptLogprobs,
     ReleaseLease,
     SequenceAborted,
     SequenceFailed,
@@ -178,6 +180,9 @@ class PrefillService(StreamService[PrefillStream, Event]):
 
     def _on_event(self, stream: PrefillStream, event: Event, batch: StepBatch, now: float, step_began: float) -> None:
         match event:
+            case PromptLogprobs(_, first, logprobs):
+                if not stream.silent:
+                    batch.add(stream.session, prompt_output(stream.submit.fence, first, logprobs))
             case PrefillStarted():
                 stream.record.started(step_began)
             case TokensSampled():

@@ -34,6 +34,7 @@ class Admitted:
         request_digest: SHA-256 of the client's message without its id, for idempotency.
         prompt_digest: `token_digest` of the prompt.
         tenant: Whose request it is.
+        echo: Text of the prompt, if its client wants it back.
     """
 
     request_id: str
@@ -43,6 +44,7 @@ class Admitted:
     request_digest: bytes
     prompt_digest: bytes
     tenant: str = ""
+    echo: str = ""
 
 
 def check_envelope(request: pb.GenerateRequest, served_model: str) -> None:
@@ -130,7 +132,7 @@ def admit(
     prompt = tuple(prompt_token_ids)
     check_prompt_length(len(prompt), limits)
     check_token_ids("prompt", prompt, limits.vocab_size)
-    sampling.check_vocabulary(limits.vocab_size)
+    sampling.check_request(len(prompt), limits.vocab_size)
     max_tokens = _max_tokens(sampling.max_tokens, len(prompt), limits)
     seed = drawn_seed if sampling.seed is None else sampling.seed
     return Admitted(

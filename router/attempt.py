@@ -189,6 +189,9 @@ class Attempt:
             if self._may_move(event.worker_id, error):
                 return Refused(event.worker_id, 0.0)
             raise self._named(error)
+        if event.output.HasField("prompt_logprobs"):
+            self._tell_prompt(event)
+            return None
         if self._route.prefill is not None and event.worker_id == self._route.prefill.worker_id:
             return self._from_prefill(event)
         if self._route.prefill is not None and not self._progress.num_tokens:
@@ -261,6 +264,16 @@ class Attempt:
             return Completed(event.output.finished)
         return None
 
+    def _tell_prompt(self, event: Output) -> None:
+        told, progress = event.output.prompt_logprobs, self._progress
+        last, num_tokens = told.position + len(told.logprobs), len(self._request.prompt_token_ids)
+        if not 1 <= told.position <= progress.num_told or last > num_tokens or progress.num_tokens:
+            raise self._broken(
+                f"worker {event.worker_id} told prompt positions {told.position} to {last - 1} of {num_tokens}, "
+                f"expected {progress.num_told}"
+            )
+        progress.tell_prompt(told)
+
     def _pass_on(self, event: Output) -> None:
         output = event.output
         if output.HasField("timings"):
@@ -268,6 +281,9 @@ class Attempt:
         if not output.HasField("delta"):
             return
         delta, released = output.delta, self._progress
+        num_told = len(self._request.prompt_token_ids) if self._request.sampling.prompt_logprobs is not None else 1
+        if released.num_told < num_told:
+            raise self._broken(f"worker {event.worker_id} sent output after {released.num_told} prompt positions")
         if delta.token_ids and delta.index != released.num_tokens:
             raise self._broken(
                 f"worker {event.worker_id} sent output index {delta.index}, expected {released.num_tokens}"

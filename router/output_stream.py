@@ -1,7 +1,7 @@
-"""What a request gives to its client: deltas in order, then exactly one terminal event.
+"""What a request gives to its client: of its prompt, if asked for, deltas in order, then exactly one terminal event.
 
 The request's life never waits for the reader. What a slow reader has not taken is merged, so that the number of waiting
-messages stays small; its tokens are bounded by the request's `max_tokens`.
+messages stays small; its tokens are bounded by the request's `max_tokens`, what is told of its prompt by admission.
 """
 
 from __future__ import annotations
@@ -21,9 +21,16 @@ class OutputStream:
     """One writer (the request's life), one reader (the RPC)."""
 
     def __init__(self) -> None:
+        self._prompt: deque[common_pb2.PromptLogprobs] = deque()
         self._deltas: deque[common_pb2.Delta] = deque()
         self._terminal: Terminal | None = None
         self._news = asyncio.Event()
+
+    def put_prompt(self, told: common_pb2.PromptLogprobs) -> None:
+        """Adds what is told of the prompt; before the first delta."""
+        assert not self._deltas and self._terminal is None, "of the prompt after output"
+        self._prompt.append(told)
+        self._news.set()
 
     def put(self, delta: common_pb2.Delta) -> None:
         """Adds output. The delta belongs to the stream from now on."""
@@ -43,15 +50,17 @@ class OutputStream:
         self._terminal = terminal
         self._news.set()
 
-    async def next(self) -> common_pb2.Delta | inference_pb2.Finished:
-        """The next delta, or Finished after the last one.
+    async def next(self) -> common_pb2.PromptLogprobs | common_pb2.Delta | inference_pb2.Finished:
+        """What is told of the prompt, then the next delta, or Finished after the last one.
 
         Raises:
             PdserveError: The request failed; nothing follows.
         """
-        while not self._deltas and self._terminal is None:
+        while not (self._prompt or self._deltas) and self._terminal is None:
             self._news.clear()
             await self._news.wait()
+        if self._prompt:
+            return self._prompt.popleft()
         if self._deltas:
             return self._deltas.popleft()
         if isinstance(self._terminal, PdserveError):

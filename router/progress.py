@@ -24,6 +24,7 @@ class Progress:
     Attributes:
         num_tokens: Tokens released; also the next output index.
         num_chars: Characters of text released; also the next text offset.
+        num_told: Leading prompt positions whose log-probabilities were released; the first has none.
         queue_s: Time in the router's queue, over all attempts.
     """
 
@@ -32,6 +33,7 @@ class Progress:
     ) -> None:
         self.num_tokens = 0
         self.num_chars = 0
+        self.num_told = 1
         self.queue_s = 0.0
         self._clock = clock
         self._arrival_s = arrival_s
@@ -42,6 +44,18 @@ class Progress:
         self._first_s: float | None = None
         self._second_s: float | None = None
         self._last_s = arrival_s
+
+    def tell_prompt(self, told: common_pb2.PromptLogprobs) -> None:
+        """Passes on what an attempt tells of the prompt; what an earlier attempt told is left out.
+
+        Args:
+            told: From a position of at most `num_told` on; belongs to the stream from now on.
+        """
+        del told.logprobs[: self.num_told - told.position]
+        told.position = self.num_told
+        if told.logprobs:
+            self.num_told += len(told.logprobs)
+            self._stream.put_prompt(told)
 
     def release(self, delta: common_pb2.Delta) -> None:
         """Passes a delta, whose index and text offset were checked, on to the client."""

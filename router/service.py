@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,6 +13,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import CancelledError, PdserveError, UnavailableError, UnimplementedError, UnknownError
 from pdserve.core.sampling_proto import sampling_from_proto
 from pdserve.core.telemetry import RouterMetrics
+from pdserve.core.text_stream import echo_text
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import REQUEST_ID, Tracing, request_attributes
 from pdserve.router.admission import Admitted, admit, check_envelope, check_prompt_length, check_request_id
@@ -89,12 +91,17 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
                         seed=admitted.sampling.seed,
                     )
                 )
+                if admitted.echo:
+                    yield inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(text=admitted.echo))
                 while True:
-                    item = await opened.stream.next()
-                    if isinstance(item, inference_pb2.Finished):
-                        yield inference_pb2.GenerateResponse(finished=item)
-                        return
-                    yield inference_pb2.GenerateResponse(delta=item)
+                    match await opened.stream.next():
+                        case common_pb2.Delta() as delta:
+                            yield inference_pb2.GenerateResponse(delta=delta)
+                        case common_pb2.PromptLogprobs() as told:
+                            yield inference_pb2.GenerateResponse(prompt=inference_pb2.Prompt(logprobs=told))
+                        case finished:
+                            yield inference_pb2.GenerateResponse(finished=finished)
+                            return
             finally:
                 opened.cancel("CLIENT_DISCONNECTED")  # means nothing once the request has ended
 
@@ -185,7 +192,7 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         check_envelope(request, self._model)
         sampling = sampling_from_proto(request.sampling)
         limits = await self._orchestrator.limits()
-        return admit(
+        admitted = admit(
             request,
             request_id=request.request_id or self._orchestrator.new_id(),
             model=self._model,
@@ -194,6 +201,13 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
             limits=limits,
             drawn_seed=self._orchestrator.new_seed(),
         )
+        return replace(admitted, echo=await self._echo(request, admitted, limits)) if sampling.echo else admitted
+
+    async def _echo(self, request: inference_pb2.GenerateRequest, admitted: Admitted, limits: Limits) -> str:
+        prompt = request.text if request.WhichOneof("prompt") == "text" else None
+        args = self._tokenizer(limits), prompt, admitted.prompt_token_ids, admitted.sampling
+        inline = request.ByteSize() <= INLINE_TOKENISE_BYTES
+        return echo_text(*args) if inline else await asyncio.to_thread(echo_text, *args)
 
     async def _tokenise(self, request: inference_pb2.GenerateRequest, limits: Limits) -> list[int]:
         form = request.WhichOneof("prompt")

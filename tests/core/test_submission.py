@@ -101,6 +101,8 @@ def test_sampling_survives_the_wire() -> None:
         logit_bias={7: 0.1, 8: -100.0},
         allowed_token_ids=(7, 8),
         bad_words=("x", " y"),
+        prompt_logprobs=3,
+        echo=True,
     )
     assert sampling_from_proto(sampling_to_proto(params)) == params
     assert sampling_from_proto(sampling_to_proto(SamplingParams())) == SamplingParams()

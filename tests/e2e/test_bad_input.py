@@ -64,9 +64,8 @@ BAD_REQUESTS = [
     ("repetition_penalty 0", {"repetition_penalty": 0}, InvalidRequest, "repetition_penalty"),
     ("blank bad word", {"bad_words": [" "]}, InvalidRequest, "bad_words"),
     ("bad_words", {"bad_words": ["x"]}, Unimplemented, "bad_words"),
-    ("prompt_logprobs", {"prompt_logprobs": 1}, Unimplemented, "prompt_logprobs"),
+    ("prompt_logprobs 21", {"prompt_logprobs": 21}, InvalidRequest, "prompt_logprobs"),
     ("structured_outputs", {"structured_outputs": {"json_object": True}}, Unimplemented, "structured_outputs"),
-    ("echo", {"echo": True}, Unimplemented, "echo"),
     ("priority", {"priority": 5}, Unimplemented, "priority"),
     ("cache_salt", {"cache_salt": "s"}, Unimplemented, "cache_salt"),
 ]

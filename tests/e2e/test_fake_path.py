@@ -75,6 +75,39 @@ def test_stop_string_over_token_borders(where: str, request: pytest.FixtureReque
     assert_all_free(deployment)
 
 
+@pytest.mark.parametrize("where", ["disaggregated", "mixed"])
+def test_prompt_logprobs_and_echo(where: str, request: pytest.FixtureRequest) -> None:
+    deployment: Deployment = request.getfixturevalue(where)
+    with deployment.client() as client:
+        for length in (1, 2, 5000):
+            prompt = prompt_of(length)
+            result = client.generate(prompt_token_ids=prompt, max_tokens=3, prompt_logprobs=1)
+            assert list(result.token_ids) == expected_tokens(prompt, 3)
+            first, *others = result.prompt_logprobs
+            assert first is None and [p.chosen.token_id for p in others if p] == prompt[1:]
+        stream = client.stream("t1  t2", max_tokens=3, echo=True, logprobs=0)
+        deltas = list(stream)
+        tokens = expected_tokens([1, 2], 3)
+        assert deltas[0].text == "t1  t2" and deltas[0].token_ids == ()
+        assert "".join(d.text for d in deltas) == stream.result.text == "t1  t2" + "".join(f" t{t}" for t in tokens)
+        assert len(stream.result.prompt_logprobs) == 2 and len(stream.result.logprobs) == 3
+        plain = client.generate(prompt_token_ids=[1, 2], max_tokens=3, logprobs=0)
+        assert plain.prompt_logprobs == ()
+    assert_all_free(deployment)
+
+
+@pytest.mark.parametrize("where", ["disaggregated", "mixed"])
+def test_constraints_hold_on_either_side_of_the_hand_off(where: str, request: pytest.FixtureRequest) -> None:
+    deployment: Deployment = request.getfixturevalue(where)
+    stop = f"t{expected_tokens([1], 3)[2]}"
+    with deployment.client() as client:
+        result = client.generate(prompt_token_ids=[1], max_tokens=9, allowed_token_ids=[3, 5])
+        assert set(result.token_ids) == {3, 5}
+        assert len(client.generate(prompt_token_ids=[1], max_tokens=9, stop=[stop]).token_ids) == 3
+        result = client.generate(prompt_token_ids=[1], max_tokens=9, stop=[stop], min_tokens=5)
+        assert len(result.token_ids) > 5
+
+
 def client_text(client: Client, prompt: list[int], max_tokens: int) -> str:
     return client.generate(prompt_token_ids=prompt, max_tokens=max_tokens).text
 

@@ -85,6 +85,25 @@ def test_a_stop_token_ends_and_is_named(llm: LLM) -> None:
     idle(llm)
 
 
+def test_echo_and_prompt_logprobs(llm: LLM) -> None:
+    asked = params(3, echo=True, logprobs=1)
+    text, ids, chat = llm.generate(["t1  t2 t3", [5], [{"role": "user", "content": "t7"}]], asked)
+    for result, echo in ((text, "t1  t2 t3"), (ids, " t5"), (chat, llm.tokenizer.decode(chat.prompt_token_ids))):
+        assert result.text == echo + "".join(f" t{i}" for i in result.token_ids)
+        first, *others = result.prompt_logprobs
+        assert first is None and len(result.logprobs) == 3
+        assert [p.chosen.token_id for p in others if p] == list(result.prompt_token_ids[1:])
+    deltas = list(llm.stream("t1  t2 t3", asked))
+    assert "".join(d.text for d in deltas) == text.text
+    assert llm.generate("t1 t2", params(2, prompt_logprobs=0))[0].text == llm.generate("t1 t2", params(2))[0].text
+    assert llm.generate("t1 t2", params(2, logprobs=0))[0].prompt_logprobs == ()
+    [two] = llm.generate("t1 t2", params(2, n=2, prompt_logprobs=0))
+    assert len(two.prompt_logprobs) == 2 and len(two.choices) == 2
+    with pytest.raises(RequestError, match="'echo'"):
+        params(2, n=2, echo=True)
+    idle(llm)
+
+
 def test_streams_read_in_turns_share_the_engine(llm: LLM) -> None:
     streams = [llm.stream([i], params(6)) for i in range(3)]
     tokens: list[list[int]] = [[], [], []]

@@ -12,7 +12,7 @@ from tests.parity.prompts import PAGE_SIZE
 
 
 def params(case: Case) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0, **case.sampling)
+    return SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, logprobs=0, prompt_logprobs=0, **case.sampling)
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +31,14 @@ def test_tokens_equal_those_of_generate(outputs: list[Completion]) -> None:
 def test_logprobs_are_those_of_the_model_before_any_edit(outputs: list[Completion]) -> None:
     for case, want, got in zip(CASES, expected(), outputs, strict=True):
         assert [p.chosen.logprob for p in got.logprobs] == pytest.approx(want.logprobs, abs=1e-4), case.name
+
+
+def test_prompt_logprobs_are_those_of_the_model(outputs: list[Completion]) -> None:
+    for case, want, got in zip(CASES, expected(), outputs, strict=True):
+        first, *others = got.prompt_logprobs
+        assert first is None
+        assert [p.chosen.token_id for p in others if p] == list(got.prompt_token_ids[1:])
+        assert [p.chosen.logprob for p in others if p] == pytest.approx(want.prompt_logprobs, abs=1e-4), case.name
 
 
 def same(a: list[Expected], b: list[Expected]) -> None:

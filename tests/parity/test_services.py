@@ -14,11 +14,14 @@ from pdserve.client import AsyncClient
 from pdserve.client.types import Result
 from pdserve.core.layout import KVLayout
 from pdserve.engine.model_store import BUILT_IN_MODEL, resolve_model
+from tests.parity.features import CASES, NUM_TOKENS, Case
+from tests.parity.features import expected as kept_features
 from tests.parity.prompts import PAGE_SIZE
 from tests.parity.reference import NEAR_TIE_GAP, Reference, assert_parity
 from tests.support.deployment import deploy, wait_until
 
 ENGINE = ["--dtype", "float32", "--num-pages", "400", "--max-num-batched-tokens", "128", "--page-size", str(PAGE_SIZE)]
+FEATURES = CASES[::3]
 SAMPLED = {"temperature": 0.9, "top_p": 0.95, "top_k": 200, "max_tokens": 6}
 PAGE_BYTES = KVLayout.uniform(
     num_layers=30, num_kv_heads=3, head_dim=64, page_size=PAGE_SIZE, dtype="float32"
@@ -34,6 +37,7 @@ class Outcome:
     alone: list[Result]
     left: list[tuple[int, ...]]
     with_logprobs: Result
+    features: list[Result]
 
 
 def prompt_options(reference: Reference) -> dict:
@@ -49,6 +53,13 @@ async def ask(client: AsyncClient, options: dict, **sampling: object) -> Result:
     if "messages" in options:
         return await client.chat(options["messages"], timeout_s=200, **sampling)
     return await client.generate(**options, timeout_s=200, **sampling)
+
+
+async def ask_case(client: AsyncClient, case: Case) -> Result:
+    """One request with sampling parameters."""
+    options = {"messages": case.prompt} if isinstance(case.prompt, list) else {"prompt": case.prompt}
+    asked = {"temperature": 0, "max_tokens": NUM_TOKENS, "logprobs": 0, "prompt_logprobs": 0}
+    return await ask(client, options, **asked, **case.sampling)
 
 
 async def leave(client: AsyncClient, reference: Reference, after_s: float, after_tokens: int) -> tuple[int, ...]:
@@ -79,7 +90,8 @@ async def run_all(address: str, expected: list[Reference]) -> Outcome:
         together = await asyncio.gather(*(ask(client, o, seed=i, **SAMPLED) for i, o in enumerate(first)))
         alone = [await ask(client, first[i], seed=i, **SAMPLED) for i in range(0, len(first), 5)]
         with_logprobs = await ask(client, first[1], temperature=0, max_tokens=4, logprobs=3)
-    return Outcome(list(greedy_results), list(together), alone, list(left), with_logprobs)
+        features = await asyncio.gather(*(ask_case(client, case) for case in FEATURES))
+    return Outcome(list(greedy_results), list(together), alone, list(left), with_logprobs, features)
 
 
 def outcome_of(directory: Path, workers: list[str], expected: list[Reference], threads: int) -> Outcome:
@@ -139,6 +151,18 @@ def test_logprobs_are_the_same_everywhere(disaggregated: Outcome, mixed: Outcome
         assert [t.token_id for t in a.top] == [t.token_id for t in b.top]
         assert [t.logprob for t in a.top] == pytest.approx([t.logprob for t in b.top], abs=1e-4)
         assert 0 > a.top[0].logprob >= a.top[1].logprob >= a.top[2].logprob
+
+
+@pytest.mark.parametrize("where", ["disaggregated", "mixed"])
+def test_sampling_parameters_equal_generate(where: str, request: pytest.FixtureRequest) -> None:
+    """Every choice and every log-probability, on whichever worker they were made."""
+    outcome: Outcome = request.getfixturevalue(where)
+    for case, want, got in zip(FEATURES, kept_features()[::3], outcome.features, strict=True):
+        assert list(got.token_ids) == want.token_ids, case.name
+        assert [p.chosen.logprob for p in got.logprobs] == pytest.approx(want.logprobs, abs=1e-4), case.name
+        first, *others = got.prompt_logprobs
+        assert first is None and len(others) == got.usage.prompt_tokens - 1
+        assert [p.chosen.logprob for p in others if p] == pytest.approx(want.prompt_logprobs, abs=1e-4), case.name
 
 
 def test_bytes_on_the_wire(disaggregated: Outcome, mixed: Outcome) -> None:

@@ -107,3 +107,10 @@ def test_digest_ignores_the_id_and_nothing_else() -> None:
     assert request_digest(message(request_id="a")) == request_digest(message(request_id="b"))
     other = message(sampling=common_pb2.SamplingParams(temperature=0.0))
     assert request_digest(message()) != request_digest(other)
+
+
+def test_too_many_logprobs_of_a_long_prompt_are_refused_by_name() -> None:
+    sampling = SamplingParams(prompt_logprobs=20, temperature=0.0)
+    sampling.check_request(12_000, 100)
+    with pytest.raises(RequestError, match="'prompt_logprobs' is 20: with 13000 prompt tokens"):
+        sampling.check_request(13_000, 100)

@@ -638,3 +638,53 @@ def test_client_that_leaves_while_its_record_is_written_is_cancelled() -> None:
         w.check_clean()
 
     run_virtual(main())
+
+
+def told(position: int, *ids: int) -> worker_pb2.SequenceOutput:
+    """Log-probabilities of the prompt from a position on."""
+    chosen = (common_pb2.PositionLogprobs(chosen=common_pb2.TokenLogprob(token_id=i)) for i in ids)
+    return worker_pb2.SequenceOutput(prompt_logprobs=common_pb2.PromptLogprobs(position=position, logprobs=chosen))
+
+
+def test_what_a_refused_attempt_told_of_the_prompt_is_not_repeated() -> None:
+    async def main() -> None:
+        w = World("p0", "d0", "d1")
+        opened = await w.open(prompt_logprobs=0)
+        w.clients["p0"].output("r", told(1, 2))
+        await w.settle()
+        first = next(d for d in (w.clients["d0"], w.clients["d1"]) if d.submits)
+        first.reserve("r", reserved=False, retry_after_ms=50_000)
+        await w.settle()
+        other = next(d for d in (w.clients["d0"], w.clients["d1"]) if d.submits)
+        p = w.clients["p0"]
+        p.output("r", told(1, 2, 3), attempt=2)
+        other.reserve("r", attempt=2)
+        p.output("r", tokens(0, 10), attempt=2)
+        other.output("r", tokens(1, 11, finish=True), attempt=2)
+        items = [await opened.stream.next() for _ in range(3)]
+        assert [(i.position, [x.chosen.token_id for x in i.logprobs]) for i in items[:2]] == [(1, [2]), (2, [3])]  # type: ignore[union-attr]
+        assert list(items[2].token_ids) == [10, 11]  # type: ignore[union-attr]
+        await opened.stream.next()
+        w.check_clean()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [[told(2, 3)], [told(1, 2, 3, 9)], [told(0, 1)], [told(1, 2), tokens(0, 10)], [tokens(0, 10)]],
+    ids=["gap", "too many", "position 0", "output too early", "none"],
+)
+def test_a_prompt_told_wrong_fails_the_request(outputs: list[worker_pb2.SequenceOutput]) -> None:
+    async def main() -> None:
+        w = World("m0")
+        opened = await w.open(prompt_logprobs=0)
+        for output in outputs:
+            w.clients["m0"].output("r", output)
+        with pytest.raises(PdserveError) as caught:
+            while True:
+                await opened.stream.next()
+        assert caught.value.reason == "BROKEN_STREAM"
+        w.check_clean()
+
+    run_virtual(main())

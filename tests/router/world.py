@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
+from typing import Any
 
 from pdserve.bench.virtual_time import VirtualClock
 from pdserve.core.request import Role
@@ -63,9 +64,10 @@ class World:
         deadline_s: float | None = None,
         max_tokens: int = 4,
         trace: RequestTrace | None = None,
+        **sampling: int,
     ) -> OpenRequest:
         opened = await self.orchestrator.open(
-            admitted(request_id, max_tokens),
+            admitted(request_id, max_tokens, **sampling),
             arrival_s=self.clock.now() if arrival_s is None else arrival_s,
             deadline_s=deadline_s,
             trace=trace or NoTrace(),
@@ -96,13 +98,13 @@ class World:
             assert worker is None or worker.inflight == {}
 
 
-def admitted(request_id: str = "r", max_tokens: int = 4) -> Admitted:
+def admitted(request_id: str = "r", max_tokens: int = 4, **sampling: Any) -> Admitted:
     return admit(
         inference_pb2.GenerateRequest(text="x"),
         request_id=request_id,
         model=MODEL,
         prompt_token_ids=[1, 2, 3],
-        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0),
+        sampling=SamplingParams(max_tokens=max_tokens, temperature=0.0, **sampling),
         limits=Limits(128, 100),
         drawn_seed=1,
     )
@@ -133,5 +135,5 @@ async def read_all(opened: OpenRequest) -> tuple[list[int], inference_pb2.Finish
         item = await opened.stream.next()
         if isinstance(item, inference_pb2.Finished):
             return ids, item
-        assert item.index == len(ids)
+        assert isinstance(item, common_pb2.Delta) and item.index == len(ids)
         ids += item.token_ids

@@ -140,6 +140,14 @@ class PositionLogprobs(_message.Message):
     top: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
     def __init__(self, chosen: _Optional[_Union[TokenLogprob, _Mapping]] = ..., top: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
+class PromptLogprobs(_message.Message):
+    __slots__ = ("position", "logprobs")
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    position: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[PositionLogprobs]
+    def __init__(self, position: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[PositionLogprobs, _Mapping]]] = ...) -> None: ...
+
 class Delta(_message.Message):
     __slots__ = ("index", "token_ids", "text", "text_offset", "logprobs")
     INDEX_FIELD_NUMBER: _ClassVar[int]

@@ -25,49 +25,51 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/inference.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xb6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12/\n\ron_disconnect\x18\t \x01(\x0e\x32\x18.pdserve.v1.OnDisconnect\x12\x0e\n\x06tenant\x18\n \x01(\tB\x08\n\x06prompt\"R\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\xa9\x01\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.Timings\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\"\x93\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AcceptedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"G\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x13\n\x0btext_offset\x18\x03 \x01(\r\"@\n\x0e\x41ttachResponse\x12.\n\x08response\x18\x01 \x01(\x0b\x32\x1c.pdserve.v1.GenerateResponse\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xac\x02\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.pdserve.v1.RequestState\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x13\n\x0bowner_epoch\x18\x04 \x01(\x04\x12\x19\n\x11prefill_worker_id\x18\x05 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x06 \x01(\t\x12\x16\n\x0e\x65mitted_tokens\x18\x07 \x01(\r\x12/\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12&\n\x05\x65rror\x18\t \x01(\x0b\x32\x17.pdserve.v1.ErrorDetail\x12\r\n\x05model\x18\n \x01(\t\"*\n\x14\x44\x65leteRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"(\n\x15\x44\x65leteRequestResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"x\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.pdserve.v1.WorkerInfo\"\xc9\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model*a\n\x0cOnDisconnect\x12\x1d\n\x19ON_DISCONNECT_UNSPECIFIED\x10\x00\x12\x18\n\x14ON_DISCONNECT_DETACH\x10\x01\x12\x18\n\x14ON_DISCONNECT_CANCEL\x10\x02*\xd0\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_STATE_QUEUED\x10\x01\x12\x18\n\x14REQUEST_STATE_PLACED\x10\x02\x12\x1a\n\x16REQUEST_STATE_DECODING\x10\x03\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x04\x12\x18\n\x14REQUEST_STATE_FAILED\x10\x05\x12\x1b\n\x17REQUEST_STATE_CANCELLED\x10\x06\x32\xc8\x03\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x41\n\x06\x41ttach\x12\x19.pdserve.v1.AttachRequest\x1a\x1a.pdserve.v1.AttachResponse0\x01\x12?\n\x06\x43\x61ncel\x12\x19.pdserve.v1.CancelRequest\x1a\x1a.pdserve.v1.CancelResponse\x12K\n\nGetRequest\x12\x1d.pdserve.v1.GetRequestRequest\x1a\x1e.pdserve.v1.GetRequestResponse\x12T\n\rDeleteRequest\x12 .pdserve.v1.DeleteRequestRequest\x1a!.pdserve.v1.DeleteRequestResponse\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1apdserve/v1/inference.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xb6\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12&\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x16.pdserve.v1.ChatPromptH\x00\x12)\n\x06tokens\x18\x05 \x01(\x0b\x32\x17.pdserve.v1.TokenPromptH\x00\x12,\n\x08sampling\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x11\x12\x12\n\ncache_salt\x18\x08 \x01(\t\x12/\n\ron_disconnect\x18\t \x01(\x0e\x32\x18.pdserve.v1.OnDisconnect\x12\x0e\n\x06tenant\x18\n \x01(\tB\x08\n\x06prompt\"R\n\x08\x41\x63\x63\x65pted\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x15\n\rprompt_tokens\x18\x02 \x01(\r\x12\r\n\x05model\x18\x03 \x01(\t\x12\x0c\n\x04seed\x18\x04 \x01(\x04\"\xa9\x01\n\x08\x46inished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\x12$\n\x07timings\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.Timings\x12\x0f\n\x07\x61ttempt\x18\x05 \x01(\r\"D\n\x06Prompt\x12\x0c\n\x04text\x18\x01 \x01(\t\x12,\n\x08logprobs\x18\x02 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobs\"\xb9\x01\n\x10GenerateResponse\x12(\n\x08\x61\x63\x63\x65pted\x18\x01 \x01(\x0b\x32\x14.pdserve.v1.AcceptedH\x00\x12\"\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.DeltaH\x00\x12(\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.FinishedH\x00\x12$\n\x06prompt\x18\x04 \x01(\x0b\x32\x12.pdserve.v1.PromptH\x00\x42\x07\n\x05\x65vent\"G\n\rAttachRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x13\n\x0btext_offset\x18\x03 \x01(\r\"@\n\x0e\x41ttachResponse\x12.\n\x08response\x18\x01 \x01(\x0b\x32\x1c.pdserve.v1.GenerateResponse\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"#\n\x0e\x43\x61ncelResponse\x12\x11\n\tcancelled\x18\x01 \x01(\x08\"\'\n\x11GetRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xac\x02\n\x12GetRequestResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\'\n\x05state\x18\x02 \x01(\x0e\x32\x18.pdserve.v1.RequestState\x12\x0f\n\x07\x61ttempt\x18\x03 \x01(\r\x12\x13\n\x0bowner_epoch\x18\x04 \x01(\x04\x12\x19\n\x11prefill_worker_id\x18\x05 \x01(\t\x12\x18\n\x10\x64\x65\x63ode_worker_id\x18\x06 \x01(\t\x12\x16\n\x0e\x65mitted_tokens\x18\x07 \x01(\r\x12/\n\rfinish_reason\x18\x08 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12&\n\x05\x65rror\x18\t \x01(\x0b\x32\x17.pdserve.v1.ErrorDetail\x12\r\n\x05model\x18\n \x01(\t\"*\n\x14\x44\x65leteRequestRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"(\n\x15\x44\x65leteRequestResponse\x12\x0f\n\x07\x64\x65leted\x18\x01 \x01(\x08\"\x13\n\x11ListModelsRequest\"x\n\x05Model\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\r\n\x05ready\x18\x04 \x01(\x08\x12\'\n\x07workers\x18\x05 \x03(\x0b\x32\x16.pdserve.v1.WorkerInfo\"\xc9\x01\n\nWorkerInfo\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x04 \x01(\t\x12\r\n\x05state\x18\x05 \x01(\t\x12\x13\n\x0bnum_running\x18\x06 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x07 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x08 \x01(\r\x12\x11\n\tnum_pages\x18\t \x01(\r\"7\n\x12ListModelsResponse\x12!\n\x06models\x18\x01 \x03(\x0b\x32\x11.pdserve.v1.Model*a\n\x0cOnDisconnect\x12\x1d\n\x19ON_DISCONNECT_UNSPECIFIED\x10\x00\x12\x18\n\x14ON_DISCONNECT_DETACH\x10\x01\x12\x18\n\x14ON_DISCONNECT_CANCEL\x10\x02*\xd0\x01\n\x0cRequestState\x12\x1d\n\x19REQUEST_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14REQUEST_STATE_QUEUED\x10\x01\x12\x18\n\x14REQUEST_STATE_PLACED\x10\x02\x12\x1a\n\x16REQUEST_STATE_DECODING\x10\x03\x12\x1a\n\x16REQUEST_STATE_FINISHED\x10\x04\x12\x18\n\x14REQUEST_STATE_FAILED\x10\x05\x12\x1b\n\x17REQUEST_STATE_CANCELLED\x10\x06\x32\xc8\x03\n\tInference\x12G\n\x08Generate\x12\x1b.pdserve.v1.GenerateRequest\x1a\x1c.pdserve.v1.GenerateResponse0\x01\x12\x41\n\x06\x41ttach\x12\x19.pdserve.v1.AttachRequest\x1a\x1a.pdserve.v1.AttachResponse0\x01\x12?\n\x06\x43\x61ncel\x12\x19.pdserve.v1.CancelRequest\x1a\x1a.pdserve.v1.CancelResponse\x12K\n\nGetRequest\x12\x1d.pdserve.v1.GetRequestRequest\x1a\x1e.pdserve.v1.GetRequestResponse\x12T\n\rDeleteRequest\x12 .pdserve.v1.DeleteRequestRequest\x1a!.pdserve.v1.DeleteRequestResponse\x12K\n\nListModels\x12\x1d.pdserve.v1.ListModelsRequest\x1a\x1e.pdserve.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.inference_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ONDISCONNECT']._serialized_start=1833
-  _globals['_ONDISCONNECT']._serialized_end=1930
-  _globals['_REQUESTSTATE']._serialized_start=1933
-  _globals['_REQUESTSTATE']._serialized_end=2141
+  _globals['_ONDISCONNECT']._serialized_start=1941
+  _globals['_ONDISCONNECT']._serialized_end=2038
+  _globals['_REQUESTSTATE']._serialized_start=2041
+  _globals['_REQUESTSTATE']._serialized_end=2249
   _globals['_GENERATEREQUEST']._serialized_start=68
   _globals['_GENERATEREQUEST']._serialized_end=378
   _globals['_ACCEPTED']._serialized_start=380
   _globals['_ACCEPTED']._serialized_end=462
   _globals['_FINISHED']._serialized_start=465
   _globals['_FINISHED']._serialized_end=634
-  _globals['_GENERATERESPONSE']._serialized_start=637
-  _globals['_GENERATERESPONSE']._serialized_end=784
-  _globals['_ATTACHREQUEST']._serialized_start=786
-  _globals['_ATTACHREQUEST']._serialized_end=857
-  _globals['_ATTACHRESPONSE']._serialized_start=859
-  _globals['_ATTACHRESPONSE']._serialized_end=923
-  _globals['_CANCELREQUEST']._serialized_start=925
-  _globals['_CANCELREQUEST']._serialized_end=960
-  _globals['_CANCELRESPONSE']._serialized_start=962
-  _globals['_CANCELRESPONSE']._serialized_end=997
-  _globals['_GETREQUESTREQUEST']._serialized_start=999
-  _globals['_GETREQUESTREQUEST']._serialized_end=1038
-  _globals['_GETREQUESTRESPONSE']._serialized_start=1041
-  _globals['_GETREQUESTRESPONSE']._serialized_end=1341
-  _globals['_DELETEREQUESTREQUEST']._serialized_start=1343
-  _globals['_DELETEREQUESTREQUEST']._serialized_end=1385
-  _globals['_DELETEREQUESTRESPONSE']._serialized_start=1387
-  _globals['_DELETEREQUESTRESPONSE']._serialized_end=1427
-  _globals['_LISTMODELSREQUEST']._serialized_start=1429
-  _globals['_LISTMODELSREQUEST']._serialized_end=1448
-  _globals['_MODEL']._serialized_start=1450
-  _globals['_MODEL']._serialized_end=1570
-  _globals['_WORKERINFO']._serialized_start=1573
-  _globals['_WORKERINFO']._serialized_end=1774
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1776
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1831
-  _globals['_INFERENCE']._serialized_start=2144
-  _globals['_INFERENCE']._serialized_end=2600
+  _globals['_PROMPT']._serialized_start=636
+  _globals['_PROMPT']._serialized_end=704
+  _globals['_GENERATERESPONSE']._serialized_start=707
+  _globals['_GENERATERESPONSE']._serialized_end=892
+  _globals['_ATTACHREQUEST']._serialized_start=894
+  _globals['_ATTACHREQUEST']._serialized_end=965
+  _globals['_ATTACHRESPONSE']._serialized_start=967
+  _globals['_ATTACHRESPONSE']._serialized_end=1031
+  _globals['_CANCELREQUEST']._serialized_start=1033
+  _globals['_CANCELREQUEST']._serialized_end=1068
+  _globals['_CANCELRESPONSE']._serialized_start=1070
+  _globals['_CANCELRESPONSE']._serialized_end=1105
+  _globals['_GETREQUESTREQUEST']._serialized_start=1107
+  _globals['_GETREQUESTREQUEST']._serialized_end=1146
+  _globals['_GETREQUESTRESPONSE']._serialized_start=1149
+  _globals['_GETREQUESTRESPONSE']._serialized_end=1449
+  _globals['_DELETEREQUESTREQUEST']._serialized_start=1451
+  _globals['_DELETEREQUESTREQUEST']._serialized_end=1493
+  _globals['_DELETEREQUESTRESPONSE']._serialized_start=1495
+  _globals['_DELETEREQUESTRESPONSE']._serialized_end=1535
+  _globals['_LISTMODELSREQUEST']._serialized_start=1537
+  _globals['_LISTMODELSREQUEST']._serialized_end=1556
+  _globals['_MODEL']._serialized_start=1558
+  _globals['_MODEL']._serialized_end=1678
+  _globals['_WORKERINFO']._serialized_start=1681
+  _globals['_WORKERINFO']._serialized_end=1882
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1884
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1939
+  _globals['_INFERENCE']._serialized_start=2252
+  _globals['_INFERENCE']._serialized_end=2708
 # @@protoc_insertion_point(module_scope)

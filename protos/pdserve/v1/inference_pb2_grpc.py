@@ -74,7 +74,8 @@ class InferenceServicer:
     """
 
     def Generate(self, request, context):
-        """Generates tokens. The stream is: one Accepted, any number of Deltas, one Finished; or it ends with a status.
+        """Generates tokens. The stream is: one Accepted, any number of Prompts, then of Deltas, one
+        Finished; or it ends with a status.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
