@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from urllib.parse import urlsplit
 
 from redis.asyncio import Redis
@@ -13,6 +14,17 @@ from pdserve.core.errors import ConfigError
 
 TIMEOUT_S = 2.0
 STORE_ERRORS = (RedisError, OSError, TimeoutError)  # what an operation raises when the store is down or in trouble
+
+
+def check_cancelled() -> None:
+    """First in each `except STORE_ERRORS`: closing a connection of a dying store may raise over our cancellation.
+
+    Raises:
+        CancelledError: This task was cancelled.
+    """
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise asyncio.CancelledError
 
 
 def open_redis(url: str) -> Redis:

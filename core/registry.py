@@ -19,7 +19,7 @@ from redis.asyncio import Redis
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import UnavailableError
-from pdserve.core.redis_client import STORE_ERRORS
+from pdserve.core.redis_client import STORE_ERRORS, check_cancelled
 from pdserve.core.request import Role
 
 READY, DRAINING = "ready", "draining"
@@ -230,6 +230,7 @@ class Registry:
                         if await pubsub.get_message(ignore_subscribe_messages=True, timeout=self._poll_s) is not None:
                             changed.set()
             except STORE_ERRORS:
+                check_cancelled()
                 await self._clock.sleep(self._poll_s)  # the poll reports the trouble; this is only for speed
 
     async def _put(self, record: WorkerRecord, *, force: bool) -> bool:
@@ -242,4 +243,5 @@ class Registry:
         try:
             return await self._redis.eval(script, len(keys), *keys, *args)
         except STORE_ERRORS as e:
+            check_cancelled()
             raise UnavailableError(f"Redis does not answer: {e or type(e).__name__}", reason="STORE_DOWN") from e

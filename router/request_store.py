@@ -24,7 +24,7 @@ from redis.exceptions import ConnectionError, ResponseError
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, RequestError, UnavailableError, UnknownError
-from pdserve.core.redis_client import STORE_ERRORS, TIMEOUT_S, check_redis
+from pdserve.core.redis_client import STORE_ERRORS, TIMEOUT_S, check_cancelled, check_redis
 from pdserve.core.telemetry import RouterMetrics
 from pdserve.router.record import (
     PHASES,
@@ -242,6 +242,7 @@ class RedisRequestStore:
                 await self._redis.connection_pool.disconnect(inuse_connections=False)
                 return await send()
         except STORE_ERRORS as e:
+            check_cancelled()
             self._metrics.store_errors.labels(operation).inc()
             raise _unavailable(e) from e
 

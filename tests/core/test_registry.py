@@ -206,3 +206,46 @@ def test_a_store_that_evicts_is_refused():
 def test_passwords_are_not_shown():
     assert shown_url("redis://user:secret@host:6379/0") == "redis://***@host:6379/0"
     assert shown_url("redis://host:6379/0") == "redis://host:6379/0"
+
+
+class BreaksWhenCancelled:
+    """A store that dies while we leave it: what closes the connection raises over the cancellation."""
+
+    def __init__(self) -> None:
+        self.waiting = asyncio.Event()
+
+    async def eval(self, *args: object) -> list[str]:
+        return await self.get_message()
+
+    def pubsub(self):
+        return self
+
+    async def __aenter__(self):
+        return self
+
+    async def __aexit__(self, *args: object) -> None:
+        return None
+
+    async def subscribe(self, channel: str) -> None:
+        return None
+
+    async def get_message(self, **options: object) -> list[str]:
+        self.waiting.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise ConnectionResetError("the store is gone") from None
+        return []
+
+
+def test_a_cancellation_is_not_lost_in_a_store_that_dies_with_it():
+    async def main():
+        redis = BreaksWhenCancelled()
+        tables = Registry(redis, "gone", MonotonicClock()).watch()
+        watching = asyncio.ensure_future(anext(tables))
+        await redis.waiting.wait()
+        watching.cancel()
+        done, _ = await asyncio.wait([watching], timeout=5)
+        assert done and watching.cancelled()
+
+    asyncio.run(main())
