@@ -38,7 +38,9 @@ from pdserve.router.record import (
 )
 
 OPEN_TTL_S = 24 * 3600
-"""An open record whose owner vanished is garbage after this long."""
+"""An open record without a deadline, whose owner vanished, is garbage after this long."""
+AFTER_DEADLINE_S = 600
+"""One with a deadline is garbage so long after it: its end may have to wait for a store that is down."""
 MAX_CONNECTIONS = 32
 MAX_BATCH = 64
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 1.0
@@ -206,7 +208,7 @@ class RedisRequestStore:
     async def _create_batch(self) -> None:
         batch = [self._new.popleft() for _ in range(min(MAX_BATCH, len(self._new)))]
         creations = [
-            (1, record_key(record.request_id), str(OPEN_TTL_S), secrets.token_hex(8), *record_to_hash(record))
+            (1, record_key(record.request_id), str(_open_ttl_s(record)), secrets.token_hex(8), *record_to_hash(record))
             for record, _ in batch
         ]
         try:
@@ -312,6 +314,10 @@ class RedisRequestStore:
 def record_key(request_id: str) -> str:
     """Redis key of a request's record; all keys of one request share its hash tag."""
     return f"{{pdserve:{request_id}}}:req"
+
+
+def _open_ttl_s(record: RequestRecord) -> int:
+    return -(-record.deadline_ms // 1000) + AFTER_DEADLINE_S if record.deadline_ms else OPEN_TTL_S
 
 
 def still_running_error(request_id: str) -> RequestError:

@@ -148,6 +148,20 @@ def test_every_life_of_an_id_has_a_higher_epoch_and_its_own_record(server: Redis
     run(server.url, test)
 
 
+def test_an_open_record_outlives_its_deadline_by_minutes_only(server: RedisServer) -> None:
+    with_deadline, without = next(_names), next(_names)
+
+    async def test(store: RedisRequestStore) -> None:
+        await store.create(replace(record(with_deadline), deadline_ms=5_000))
+        await store.create(replace(record(without), deadline_ms=0))
+        redis = Redis.from_url(server.url)
+        left_s = [await redis.ttl(record_key(name)) for name in (with_deadline, without)]
+        await redis.aclose()
+        assert 5 < left_s[0] <= 605 and 80_000 < left_s[1] <= 86_400
+
+    run(server.url, test)
+
+
 def test_a_thousand_at_once_need_few_connections(server: RedisServer) -> None:
     names = [next(_names) for _ in range(1000)]
 
