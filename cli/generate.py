@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import cast
 
 from pdserve.cli.arguments import add_router, router_addresses
@@ -66,6 +67,9 @@ def _parser() -> argparse.ArgumentParser:
         metavar = {int: "N", float: "X", str: "NAME"}[kind]
         parser.add_argument("--" + name.replace("_", "-"), type=kind, metavar=metavar, help=text)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end at this text; may be repeated")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json-schema", metavar="FILE", type=Path, help="the answer is JSON that this schema allows")
+    form.add_argument("--regex", metavar="REGEX", help="the whole answer matches this regular expression")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end-of-sequence token")
     parser.add_argument("--json", action="store_true", help="print the whole result as one JSON object at the end")
     parser.add_argument("--timings", action="store_true", help="print where the time went to standard error")
@@ -85,7 +89,15 @@ def _prompt(given: str | None) -> str:
 
 def _options(args: argparse.Namespace) -> RequestOptions:
     names = [name for name, _, _ in _OPTIONS] + ["stop", "ignore_eos"]
-    return cast(RequestOptions, {name: getattr(args, name) for name in names})
+    options = {name: getattr(args, name) for name in names}
+    if args.json_schema is not None:
+        try:
+            options["structured_outputs"] = {"json": args.json_schema.read_text(encoding="utf-8")}
+        except (OSError, UnicodeDecodeError) as e:
+            raise ConfigError(f"--json-schema {args.json_schema} cannot be read: {e}") from e
+    elif args.regex is not None:
+        options["structured_outputs"] = {"regex": args.regex}
+    return cast(RequestOptions, options)
 
 
 def _print_stream(stream: TokenStream, quiet: bool) -> Result:

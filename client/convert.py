@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import json
 import numbers
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from typing import Any, cast
+from typing import Any
 
 from pdserve.client.errors import InvalidRequest
 from pdserve.client.types import (
@@ -224,11 +225,13 @@ def _set_sampling(sampling: common_pb2.SamplingParams, given: Mapping[str, objec
             except ValueError as e:
                 raise _unsendable("logit_bias", token, e) from e
     if "structured_outputs" in given:
-        constraint = _mapping("structured_outputs", given["structured_outputs"])
+        form = dict(_mapping("structured_outputs", given["structured_outputs"]))
         try:
-            sampling.structured_outputs.CopyFrom(common_pb2.StructuredOutputs(**cast(Mapping[str, Any], constraint)))
+            if isinstance(form.get("json"), Mapping):
+                form["json"] = json.dumps(form["json"], ensure_ascii=False)
+            sampling.structured_outputs.CopyFrom(common_pb2.StructuredOutputs(**form))
         except (TypeError, ValueError) as e:
-            raise TypeError(f"structured_outputs is {constraint!r}: {e}") from e
+            raise TypeError(f"structured_outputs is {form!r:.200}: {e}") from e
 
 
 def _encode(message: Any, name: str, value: object, label: str | None = None) -> None:

@@ -50,6 +50,7 @@ class RequestOptions(TypedDict, total=False):
     prompt_logprobs: int | None
     skip_special_tokens: bool | None
     structured_outputs: Mapping[str, object] | None
+    """Exactly one of json (a schema: text or mapping), regex, choice (strings), grammar, json_object (True)."""
     echo: bool | None
 
 

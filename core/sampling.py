@@ -1,15 +1,16 @@
 """SamplingParams: how tokens are chosen and when a stream ends, validated once for all entrances.
 
-Names are the field's (vLLM's set). All exist from the first day; one that is not honoured yet is refused by name.
+Names are the field's (vLLM's set).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 
 from pdserve.core.errors import RequestError, UnimplementedError
+from pdserve.core.structured import StructuredOutputs
 
 MAX_N = 16
 MAX_LOGPROBS = 20
@@ -25,9 +26,9 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 """Log-probabilities of one prompt: its tokens times 1 + `prompt_logprobs`."""
 DEFAULT_MAX_TOKENS = 256
 
-_NOT_HONOURED = ("structured_outputs",)
-"""Fields whose only accepted value is their default."""
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
+_NOT_WITH_STRUCTURE = ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words")
+"""Fields that forbid tokens or the end, as structured_outputs does: together they may leave no token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,12 +61,13 @@ class SamplingParams:
         prompt_logprobs: The same for the tokens of the prompt, which is then computed as a whole, without cached KV.
             None: no log-probabilities, or as many as `logprobs` with `echo`.
         skip_special_tokens: Leave special tokens out of the text.
-        structured_outputs: Not honoured yet.
+        structured_outputs: Form that the output must have; not beside what else may forbid a token or the end
+            (`_NOT_WITH_STRUCTURE`). Cut off at max_tokens, an output is only the beginning of such a form.
         echo: The text begins with the prompt's.
 
     Raises:
         RequestError: A value is out of range; the message names the field.
-        UnimplementedError: A field that is not honoured yet has another value than its default.
+        UnimplementedError: A combination that is not supported yet.
     """
 
     n: int = 1
@@ -89,7 +91,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
-    structured_outputs: Mapping[str, object] | None = field(default=None)
+    structured_outputs: StructuredOutputs | None = None
     echo: bool = False
 
     def __post_init__(self) -> None:
@@ -97,12 +99,6 @@ class SamplingParams:
             value = getattr(self, name)
             if not isinstance(value, tuple):
                 object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        for f in fields(self):
-            if f.name in _NOT_HONOURED and getattr(self, f.name) != f.default:
-                raise UnimplementedError(
-                    f"sampling parameter '{f.name}' is not supported yet; leave it out",
-                    reason="UNSUPPORTED_PARAMETER",
-                )
         if not 1 <= self.n <= MAX_N:
             _refuse("n", self.n, f"in 1..{MAX_N}")
         if self.echo and self.n > 1:
@@ -155,6 +151,11 @@ class SamplingParams:
             _refuse("min_tokens", self.min_tokens, f"in 0..max_tokens ({self.max_tokens or DEFAULT_MAX_TOKENS})")
         _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
         _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _check_form(self.structured_outputs)
+        if self.structured_outputs is not None:
+            for f in fields(self):
+                if f.name in _NOT_WITH_STRUCTURE and (value := getattr(self, f.name)) != f.default:
+                    _refuse(f.name, value, "left out beside 'structured_outputs', which says what may come and when")
 
     def check_request(self, num_prompt_tokens: int, vocab_size: int) -> None:
         """Checks what depends on the prompt and the model.
@@ -184,6 +185,11 @@ class SamplingParams:
 
 def _refuse(name: str, value: object, expected: str) -> None:
     raise RequestError(f"sampling parameter '{name}' is {value!r}; it must be {expected}", reason="BAD_PARAMETER")
+
+
+def _check_form(value: object) -> None:
+    if value is not None and not isinstance(value, StructuredOutputs):
+        _refuse("structured_outputs", value, "a StructuredOutputs, e.g. StructuredOutputs(regex='[0-9]+')")
 
 
 def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:

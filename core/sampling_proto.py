@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from typing import Any
 
 from pdserve.core.errors import UnimplementedError
 from pdserve.core.sampling import SamplingParams
+from pdserve.core.structured import StructuredOutputs
 from pdserve.v1 import common_pb2
 
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
@@ -17,7 +19,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
 
     Raises:
         RequestError: A value is out of range; the message names the field.
-        UnimplementedError: A field that is not honoured yet is set to another value than its default.
+        UnimplementedError: Something that is not supported yet; the message names the field.
     """
     values: dict[str, object] = {}
     for f in fields(SamplingParams):
@@ -29,7 +31,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
     if message.logit_bias:
         values["logit_bias"] = {token: _shortest(bias) for token, bias in message.logit_bias.items()}
     if message.HasField("structured_outputs"):
-        values["structured_outputs"] = {message.structured_outputs.WhichOneof("constraint") or "choice": True}
+        values["structured_outputs"] = _structured_from_proto(message.structured_outputs)
     params = SamplingParams(**values)  # type: ignore[arg-type]
     if params.n > 1:
         raise UnimplementedError(
@@ -51,9 +53,25 @@ def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:
             getattr(message, f.name).extend(value)
         elif f.name == "logit_bias":
             message.logit_bias.update(value)
+        elif isinstance(value, StructuredOutputs):
+            form = common_pb2.StructuredOutputs(choice=value.choice)
+            if value.field != "choice":
+                setattr(form, value.field, getattr(value, value.field))
+            message.structured_outputs.CopyFrom(form)
         else:
             setattr(message, f.name, value)
     return message
+
+
+def _structured_from_proto(message: common_pb2.StructuredOutputs) -> StructuredOutputs:
+    given = message.WhichOneof("constraint")
+    if given == "structural_tag":
+        raise UnimplementedError(
+            "sampling parameter 'structured_outputs.structural_tag' is not supported yet; leave it out",
+            reason="UNSUPPORTED_PARAMETER",
+        )
+    form: dict[str, Any] = {} if given is None else {given: getattr(message, given)}
+    return StructuredOutputs(choice=tuple(message.choice), **form)
 
 
 def _shortest(value: float) -> float:

@@ -45,6 +45,10 @@ class Tokenizer:
         special_token_ids: Ids left out of text when special tokens are skipped.
         chat_template: Jinja source; None: the model has no chat template.
         template_values: Names that the template may use beside the messages, e.g. bos_token.
+        can_constrain: Tokens are pieces of text, of which structured outputs can be made.
+
+    Attributes:
+        can_constrain: As given.
 
     Raises:
         ConfigError: The chat template is not valid Jinja.
@@ -57,7 +61,9 @@ class Tokenizer:
         special_token_ids: frozenset[int] = frozenset(),
         chat_template: str | None = None,
         template_values: Mapping[str, object] | None = None,
+        can_constrain: bool = True,
     ) -> None:
+        self.can_constrain = can_constrain
         self._backend = backend
         self._special = special_token_ids
         self._values = dict(template_values or {})
@@ -99,7 +105,7 @@ class Tokenizer:
             vocab_size: Number of tokens, >= 1.
         """
         template = "{% for m in messages %} {{ m.role }} {{ m.content }}{% endfor %} assistant"
-        return cls(_FakeBackend(vocab_size), chat_template=template)
+        return cls(_FakeBackend(vocab_size), chat_template=template, can_constrain=False)
 
     @property
     def vocab_size(self) -> int:

@@ -16,8 +16,9 @@ from dataclasses import replace
 from typing import Protocol
 
 from pdserve.core.errors import EngineError
+from pdserve.core.sampling import SamplingParams
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.step import Command, EngineLoad, StepEvents
+from pdserve.engine.step import Add, Command, EngineLoad, Reserve, StepEvents
 
 
 class Engine(Protocol):
@@ -46,11 +47,18 @@ class AsyncEngine:
     Args:
         core: The engine; touched by the step thread only once started.
         clock_now: Monotonic seconds.
+        prepare: Told of a request's parameters when it is handed over, in the caller's thread; quick.
     """
 
-    def __init__(self, core: EngineCore, clock_now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        core: EngineCore,
+        clock_now: Callable[[], float],
+        prepare: Callable[[SamplingParams], None] = lambda params: None,
+    ) -> None:
         self._core = core
         self._now = clock_now
+        self._prepare = prepare
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -72,7 +80,10 @@ class AsyncEngine:
 
         Raises:
             EngineError: The engine is dead or stopped.
+            RequestError: The engine cannot do what a request asks for.
         """
+        if isinstance(command, Add | Reserve):
+            self._prepare(command.request.sampling)
         with self._wake:
             if self._failure is not None:
                 raise self._failure

@@ -13,6 +13,8 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import ConfigError
 from pdserve.core.hashing import identity_digest
 from pdserve.core.layout import KVLayout
+from pdserve.core.sampling import SamplingParams
+from pdserve.core.structured import unsupported_here
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.batching import make_batching
@@ -53,6 +55,8 @@ class EngineFacts:
         pool_memory: Memory of the pages.
         token_budget: Tokens that a step may compute.
         profile: What the token budget was chosen from; None when it was given.
+        prepare: Told of a request's parameters before it is added: refuses what this engine cannot do, and begins to
+            compile its grammar.
     """
 
     layout: KVLayout
@@ -67,6 +71,7 @@ class EngineFacts:
     pool_memory: PoolMemory
     token_budget: int
     profile: StepProfile | None
+    prepare: Callable[[SamplingParams], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +91,7 @@ class BuiltEngine(EngineFacts):
 def build_engine(config: EngineConfig, make_pool: MakePool, progress: Progress | None = None) -> BuiltEngine:
     """Builds an engine for a service. See `build_core`."""
     facts = vars(build_core(config, make_pool, progress)).copy()
-    return BuiltEngine(engine=AsyncEngine(facts.pop("core"), MonotonicClock().now), **facts)
+    return BuiltEngine(engine=AsyncEngine(facts.pop("core"), MonotonicClock().now, facts["prepare"]), **facts)
 
 
 def build_core(config: EngineConfig, make_pool: MakePool, progress: Progress | None = None) -> BuiltCore:
@@ -131,6 +136,7 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
         pool_memory=memory,
         token_budget=budget,
         profile=None,
+        prepare=_refuse_structured,
     )
 
 
@@ -148,6 +154,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     from pdserve.engine.loader import load_model
     from pdserve.engine.processors import standard_processors
     from pdserve.engine.runner import ModelRunner
+    from pdserve.engine.structured import Grammars, StructuredProcessor
 
     torch.set_num_threads(config.threads or 1)
     loaded = load_model(model_dir, config.dtype, progress)
@@ -157,7 +164,11 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     max_model_len = _max_model_len(config, layout, num_pages, loaded.max_model_len)
     tokenizer = Tokenizer.from_dir(model_dir)
     # Features that edit logits, in the order of application; see engine.logits.
-    processors = standard_processors(loaded.eos_token_ids, tokenizer.encode_part, loaded.model.device)
+    grammars = Grammars(model_dir / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
+    processors = [
+        *standard_processors(loaded.eos_token_ids, tokenizer.encode_part, loaded.model.device),
+        StructuredProcessor(grammars, 2 * config.max_num_seqs),
+    ]
     runner = ModelRunner(loaded, layout, num_pages, memory, processors=processors)
     identity = loaded.identity_digest(_model_name(config))
     budget, profile = config.max_num_batched_tokens, None
@@ -182,7 +193,13 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         pool_memory=memory,
         token_budget=budget,
         profile=profile,
+        prepare=grammars.prepare,
     )
+
+
+def _refuse_structured(params: SamplingParams) -> None:
+    if params.structured_outputs is not None:
+        raise unsupported_here()
 
 
 class _Paced:

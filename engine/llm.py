@@ -26,6 +26,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.request import Request
 from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams, check_token_ids
+from pdserve.core.structured import check_structured
 from pdserve.core.text_stream import echo_text
 from pdserve.core.tokenizer import ChatMessages
 from pdserve.engine.build import build_core
@@ -146,6 +147,8 @@ class LLM:
                 f"the prompt has {len(tokens)} tokens; the model takes {self.max_model_len} with the output",
                 reason="PROMPT_TOO_LONG",
             )
+        check_structured(sampling.structured_outputs, self.tokenizer)
+        self._built.prepare(sampling)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         max_tokens = min(DEFAULT_MAX_TOKENS, room) if sampling.max_tokens is None else sampling.max_tokens
         self._num_requests += 1

@@ -12,6 +12,7 @@ import grpc
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CancelledError, PdserveError, UnavailableError, UnimplementedError, UnknownError
 from pdserve.core.sampling_proto import sampling_from_proto
+from pdserve.core.structured import check_structured
 from pdserve.core.telemetry import RouterMetrics
 from pdserve.core.text_stream import echo_text
 from pdserve.core.tokenizer import Tokenizer
@@ -192,6 +193,8 @@ class InferenceService(inference_pb2_grpc.InferenceServicer):
         check_envelope(request, self._model)
         sampling = sampling_from_proto(request.sampling)
         limits = await self._orchestrator.limits()
+        if sampling.structured_outputs is not None:  # a hostile one takes up to a second
+            await asyncio.to_thread(check_structured, sampling.structured_outputs, self._tokenizer(limits))
         admitted = admit(
             request,
             request_id=request.request_id or self._orchestrator.new_id(),

@@ -11,15 +11,17 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from pdserve.client import AsyncClient, Client
     from pdserve.core.sampling import SamplingParams
+    from pdserve.core.structured import StructuredOutputs
     from pdserve.engine.llm import LLM
 
-__all__ = ["LLM", "AsyncClient", "Client", "SamplingParams"]
+__all__ = ["LLM", "AsyncClient", "Client", "SamplingParams", "StructuredOutputs"]
 
 _HOMES = {
     "AsyncClient": "pdserve.client",
     "Client": "pdserve.client",
     "LLM": "pdserve.engine.llm",
     "SamplingParams": "pdserve.core.sampling",
+    "StructuredOutputs": "pdserve.core.structured",
 }
 
 

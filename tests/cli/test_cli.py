@@ -91,6 +91,18 @@ def test_generate_streams_the_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert sent.text == "Hi" and sent.sampling.HasField("temperature") and list(sent.sampling.stop) == ["a", "b"]
 
 
+def test_generate_asks_for_a_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    with serving(hello) as (router, address):
+        assert cli.main(["generate", "Hi", "--router", address, "--json-schema", str(schema)]) == 0
+        assert cli.main(["generate", "Hi", "--router", address, "--regex", "a+"]) == 0
+        assert [r.sampling.structured_outputs.json for r in router.requests] == ['{"type": "object"}', ""]
+        assert router.requests[1].sampling.structured_outputs.regex == "a+"
+        assert cli.main(["generate", "Hi", "--router", address, "--json-schema", str(tmp_path / "none")]) == 2
+    assert "--json-schema" in capsys.readouterr().err
+
+
 def test_generate_reads_stdin_and_writes_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

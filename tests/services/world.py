@@ -191,7 +191,7 @@ class Pair:
     ) -> worker_pb2.Submit:
         """A right submission."""
         transfer_id = f"t-{request_id}-{attempt}" if epoch == 1 else f"t-{request_id}-{attempt}-{epoch}"
-        params = common_pb2.SamplingParams(seed=1, temperature=0, **{"max_tokens": 16, **sampling})  # type: ignore[arg-type]
+        params = common_pb2.SamplingParams(**{"seed": 1, "temperature": 0, "max_tokens": 16, **sampling})  # type: ignore[arg-type]
         return worker_pb2.Submit(
             fence=fence(request_id, attempt, epoch),
             reservation_id="" if part == common_pb2.ROLE_MIXED else f"r-{request_id}",
