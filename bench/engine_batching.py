@@ -30,9 +30,9 @@ class BatchingOptions:
     """Sizes of the batching comparison. Slots per batch: --max-num-seqs."""
 
     scale: float = option(16.0, "divides the lengths of the chat and azure workloads", minimum=1)
-    mixed_scale: float = option(5.0, "divides the output lengths 10, 50, 100, 200 of the mixed workload", minimum=1)
+    mixed_scale: float = option(8.0, "divides the output lengths 10, 50, 100, 200 of the mixed workload", minimum=1)
     num_prompts: int = option(8, "requests of each workload", unit="requests", minimum=1)
-    uniform_len: int = option(16, "output of each request of the uniform workload", unit="tokens", minimum=1)
+    uniform_len: int = option(12, "output of each request of the uniform workload", unit="tokens", minimum=1)
     workloads: str = option("mixed,chat,azure,uniform", "which to run, with commas")
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ from pdserve.core.request import Role
 from pdserve.core.telemetry import RouterMetrics
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import Tracing
+from pdserve.engine.batching import BATCHINGS
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.fake import FAKE_VOCAB_SIZE, expected_tokens
 from pdserve.kvtransfer.fake import FakePageSource, PageFate
@@ -68,6 +69,7 @@ class Scenario:
             All but the last come back under the same name.
         lost, corrupt, stalled: Fractions of pages.
         page_s: Mean time of a page.
+        mixed_batching: `--batching` of MIXED workers.
     """
 
     seed: int
@@ -92,6 +94,7 @@ class Scenario:
     corrupt: float = 0.002
     stalled: float = 0.001
     page_s: float = 0.001
+    mixed_batching: str = "continuous"
 
     @classmethod
     def drawn(cls, seed: int, num_requests: int) -> Scenario:
@@ -121,6 +124,7 @@ class Scenario:
             corrupt=rng.choice([0.0, 0.01]),
             stalled=rng.choice([0.0, 0.002]),
             page_s=rng.choice([0.0001, 0.002, 0.02]),
+            mixed_batching=rng.choice(BATCHINGS),
         )
 
 
@@ -283,6 +287,7 @@ class Simulation:
             num_pages=s.num_pages,
             max_num_seqs=s.max_num_seqs,
             max_num_batched_tokens=s.max_num_batched_tokens,
+            batching=s.mixed_batching if role is Role.MIXED else "continuous",
         )
         incarnation, rng = f"{self._num_processes:04x}", self._draws(f"engine {self._num_processes}")
         worker = SimWorker(role, name, incarnation, engine, self._network, self._sources, self._fate, rng)

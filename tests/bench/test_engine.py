@@ -111,6 +111,7 @@ def test_contiguous_memory_in_virtual_time() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_a_hundred_thousand_sequences_leave_nothing_behind() -> None:
     assert pass_through(100_000).num_left == 0
 

@@ -48,6 +48,11 @@ def test_each_command_explains_itself(words: list[str], capsys: pytest.CaptureFi
         (["generate", "Hi", "--max-tokens", "x"], "invalid int value"),
         (["generate", "Hi", "--router", "nowhere"], "not host:port"),
         (["status", "--nonsense"], "Try 'pdserve status --help'"),
+        (["prefill", "--batching", "static"], "--batching is 'static'"),
+        (["decode", "--batching", "dynamic"], "--batching is 'dynamic'"),
+        (["up", "--batching", "static"], "--batching is 'static'"),
+        (["decode", "--role", "mixed", "--batch-size", "8"], "--batch-size is 8"),
+        (["bench", "engine", "interference", "--quick", "--num-decodes", "4"], "--num-decodes is 4"),
     ],
 )
 def test_a_wrong_command_line_is_2_and_says_what_to_do(

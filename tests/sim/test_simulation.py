@@ -48,6 +48,15 @@ def test_small_pools_and_mixed_workers() -> None:
     assert report.ends == {"length": 50}
 
 
+@pytest.mark.parametrize("batching", ["static", "dynamic"])
+def test_fixed_batches_on_mixed_workers(batching: str) -> None:
+    check(
+        Scenario(
+            seed=4, num_requests=40, num_prefill=0, num_decode=0, num_mixed=2, mixed_batching=batching, max_num_seqs=4
+        )
+    )
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_all_faults_at_once(seed: int) -> None:
     report = check(Scenario(seed=seed, num_requests=60))
