@@ -286,3 +286,16 @@ def test_weights_that_cannot_be_read(tiny_dir: Path, tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ConfigError, match="cannot load the model"):
         build_core(config(tmp_path), PlainPool)
+
+
+def test_a_model_gives_the_same_tokens_in_fixed_batches(tiny_dir: Path) -> None:
+    """Rows of finished members write into pages that the others' prompts share, or lie beside them."""
+    options = {"page_size": 4, "num_pages": 40, "max_num_batched_tokens": 16, "max_num_seqs": 4}
+    prompts = [[3, 4, 5, 6, 7, 8, 9, 10 + i][: 8 - i] for i in range(4)] * 2
+    each = [params(1 + 5 * (i % 4), ignore_eos=True) for i in range(8)]
+    several = {}
+    for batching in ("continuous", "static"):
+        llm = LLM(tiny_dir, batching=batching, **options)
+        several[batching] = [r.token_ids for r in llm.generate(prompts, each)]
+        idle(llm)
+    assert several["static"] == several["continuous"]
