@@ -8,6 +8,9 @@ from enum import StrEnum
 from pdserve.core.hashing import choice_seed
 from pdserve.core.sampling import SamplingParams
 
+MAX_PRIORITY = 100
+"""Bounds how long priorities can make anybody wait."""
+
 
 class Role(StrEnum):
     """What a worker computes."""
@@ -64,7 +67,7 @@ class Request:
             first token sampled has output index len(emitted_token_ids).
         sampling: Validated parameters; `seed` and `max_tokens` are set. max_tokens counts emitted tokens too.
         eos_token_ids: End-of-sequence tokens of the model.
-        priority: Lower runs first.
+        priority: Lower starts first, in [-MAX_PRIORITY, MAX_PRIORITY]; not every scheduling policy takes it.
         arrival_s: When the request came, in seconds of a clock that all requests of one engine share: its place in the
             order, which it keeps over attempts.
         tenant: Whose request it is; empty: nobody's in particular.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from pdserve.core.request import Request
+from pdserve.core.request import MAX_PRIORITY, Request
 from pdserve.engine.fair import FairPolicy
 from pdserve.engine.lines import Line, Policy, Refusal, SortedLine, refuse_priority, to_compute
 from pdserve.engine.sequence import Sequence
@@ -26,8 +26,6 @@ DECODE_WEIGHT = 2.0
 
 DEFAULT_AGING_S_PER_LEVEL = 60.0
 DEFAULT_AGING_TOKENS_PER_S = 100.0
-MAX_PRIORITY = 100
-"""Bounds how long a priority can make anybody wait."""
 
 
 class Handicap(Protocol):

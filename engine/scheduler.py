@@ -407,9 +407,9 @@ class Scheduler:
         if self._starved is seq:
             self._starved = None
         self._leave(seq)
-        self._queues.admit(seq)
         if need > 0:
             self._pages.give(seq, need, cached)
+        self._queues.admit(seq)
         self._copies += self._swap.restore(seq)
         seq.move(SequenceState.RUNNING)
         self._queues.enter(seq)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from pdserve.core.errors import CapacityError, RequestError, UnimplementedError, UnknownError
 from pdserve.core.hashing import token_digest
+from pdserve.core.request import MAX_PRIORITY
 from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams, check_token_ids
 from pdserve.router.worker_table import Limits
 from pdserve.v1 import inference_pb2 as pb
@@ -35,6 +36,7 @@ class Admitted:
         prompt_digest: `token_digest` of the prompt.
         tenant: Whose request it is.
         echo: Text of the prompt, if its client wants it back.
+        priority: Lower starts first.
     """
 
     request_id: str
@@ -45,6 +47,7 @@ class Admitted:
     prompt_digest: bytes
     tenant: str = ""
     echo: str = ""
+    priority: int = 0
 
 
 def check_envelope(request: pb.GenerateRequest, served_model: str) -> None:
@@ -62,8 +65,10 @@ def check_envelope(request: pb.GenerateRequest, served_model: str) -> None:
         )
     if request.WhichOneof("prompt") is None:
         raise RequestError("the request has no prompt; set text, chat or tokens", reason="EMPTY_PROMPT")
-    if request.priority:
-        raise _unsupported("priority")
+    if abs(request.priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", reason="BAD_PRIORITY"
+        )
     if request.cache_salt:
         raise _unsupported("cache_salt")
     if request.on_disconnect == pb.ON_DISCONNECT_DETACH:
@@ -143,6 +148,7 @@ def admit(
         request_digest=request_digest(request),
         prompt_digest=token_digest(prompt),
         tenant=request.tenant,
+        priority=request.priority,
     )
 
 

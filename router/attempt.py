@@ -162,6 +162,7 @@ class Attempt:
             deadline_ms=ids.deadline_ms,
             traceparent=ids.traceparent,
             tenant=request.tenant,
+            priority=request.priority,
             prompt_digest=request.prompt_digest,
         )
         if route.prefill is not None:

@@ -283,6 +283,7 @@ class Orchestrator:
             model=admitted.model,
             request_digest=admitted.request_digest,
             tenant=admitted.tenant,
+            priority=admitted.priority,
             deadline_ms=request.left_ms(self._clock.now()),
             sampling=sampling_to_proto(admitted.sampling).SerializeToString(),
             prompt=pack_prompt(admitted.prompt_token_ids),

@@ -49,6 +49,7 @@ class RequestRecord:
         model: Served model name.
         request_digest: SHA-256 of the client's message, for idempotency.
         tenant: Whose request it is.
+        priority: Lower starts first.
         deadline_ms: Time that the request had left at acceptance; 0: no deadline.
         sampling: Serialised `pdserve.v1.SamplingParams`; erased at the end.
         prompt: Prompt ids as little-endian uint32; erased at the end.
@@ -69,6 +70,7 @@ class RequestRecord:
     model: str = ""
     request_digest: bytes = b""
     tenant: str = ""
+    priority: int = 0
     deadline_ms: int = 0
     sampling: bytes = b""
     prompt: bytes = b""
@@ -111,7 +113,7 @@ class RecordChange:
 
 
 _BINARY = frozenset({"request_digest", "sampling", "prompt"})
-_NUMBERS = frozenset({"attempt", "owner_epoch", "deadline_ms", "emitted_tokens"})
+_NUMBERS = frozenset({"attempt", "owner_epoch", "priority", "deadline_ms", "emitted_tokens"})
 
 
 def record_to_hash(record: RequestRecord) -> list[str | bytes]:

@@ -66,7 +66,8 @@ BAD_REQUESTS = [
     ("bad_words", {"bad_words": ["x"]}, Unimplemented, "bad_words"),
     ("prompt_logprobs 21", {"prompt_logprobs": 21}, InvalidRequest, "prompt_logprobs"),
     ("structured_outputs", {"structured_outputs": {"json_object": True}}, Unimplemented, "structured_outputs"),
-    ("priority", {"priority": 5}, Unimplemented, "priority"),
+    ("priority on workers without the policy", {"priority": 5}, InvalidRequest, "--scheduling-policy priority"),
+    ("priority 101", {"priority": 101}, InvalidRequest, "priority"),
     ("cache_salt", {"cache_salt": "s"}, Unimplemented, "cache_salt"),
 ]
 

@@ -68,7 +68,13 @@ def simulate(
     num_steps: int = 100_000,
 ) -> Run:
     """Adds each request in the step of its `arrival_s` and runs to the end, or for so many steps."""
-    engine = Engine(num_pages, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, policy=policy_of(policy))
+    engine = Engine(
+        num_pages,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=budget,
+        policy=policy_of(policy),
+        prefix_caching=False,  # prompts are alike here, and all are to be paid for
+    )
     engine.core._runner = runner = Watched(engine.runner)
     coming = sorted(requests, key=lambda r: r.arrival_s)
     by_key, run = {r.key: r for r in requests}, Run(cost={r.tenant: 0.0 for r in requests})
@@ -221,6 +227,37 @@ def test_the_bound_holds_for_any_tenants(shapes: list[tuple[int, int]], places: 
     assert run.widest <= 2 * max(20, 2 * num_pages * PAGE_SIZE)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    moves=st.lists(st.tuples(st.sampled_from(["arrive", "start", "abort", "sample"]), st.integers(0, 5)), max_size=60)
+)
+def test_the_head_is_that_of_the_smallest_counter_whatever_happened(moves: list[tuple[str, int]]) -> None:
+    policy = FairPolicy(decode_weight=2.0)
+    line, waiting, running = policy.line(), [], []
+    for i, (move, at) in enumerate(moves):
+        if move == "arrive":
+            seq = EngineSequence(request(str(i), range(1 + at), tenant=str(at % 3)), (0.0, 0.0, i), 256, False, False)
+            policy.arrive(seq)
+            line.push(seq)
+            waiting.append(seq)
+        elif move == "start" and (head := line.head()) is not None:
+            line.remove(head)
+            policy.start(head)
+            head.admitted = True
+            waiting.remove(head)
+            running.append(head)
+        elif move == "abort" and waiting:
+            gone = waiting.pop(at % len(waiting))
+            line.remove(gone)
+            policy.end(gone)
+        elif move == "sample" and running:
+            policy.sampled(running[at % len(running)])
+        assert len(line) == len(waiting) and set(line) == set(waiting)
+        first = line.head()
+        assert (first is None) == (not waiting)
+        assert all(first is seq or policy.precedes(first, seq) for seq in waiting if first is not None)
+
+
 def test_a_tenant_cannot_save_up_while_it_is_idle() -> None:
     busy = [request(f"busy{i}", range(8), 4, tenant="busy", arrival_s=0.0) for i in range(40)]
     back = [request(f"back{i}", range(8), 4, tenant="back", arrival_s=60.0) for i in range(10)]
@@ -235,6 +272,15 @@ def test_endless_new_tenants_do_not_pass_one_that_waits() -> None:
     new = [request(f"new{i}", [1], 3, tenant=f"new{i}", arrival_s=float(i)) for i in range(150)]
     started = simulate("fair", old + new, max_num_seqs=1, num_steps=140).started
     assert started.index("old1") < 60
+
+
+def test_what_the_prefix_cache_has_is_not_charged() -> None:
+    policy = FairPolicy(decode_weight=2.0)
+    engine = Engine(32, policy=policy)
+    engine.run(Add(request("first", range(16), 1, tenant="a")))
+    assert policy.counters() == {"a": 16 + 2}
+    engine.run(Add(request("again", range(16), 1, tenant="a")))
+    assert policy.counters() == {"a": 16 + 2 + 4 + 2}  # the last page is computed again
 
 
 def test_reservations_are_granted_in_turn() -> None:

@@ -39,7 +39,8 @@ def take(prompt: list[int], **options: object) -> Admitted:
         ({"request_id": "x" * 129}, "INVALID_ARGUMENT", "128"),
         ({"request_id": "naïve"}, "INVALID_ARGUMENT", "request_id"),
         ({"model": "other"}, "NOT_FOUND", "'m'"),
-        ({"priority": 1}, "UNIMPLEMENTED", "priority"),
+        ({"priority": 101}, "INVALID_ARGUMENT", "priority"),
+        ({"priority": -101}, "INVALID_ARGUMENT", "priority"),
         ({"cache_salt": "s"}, "UNIMPLEMENTED", "cache_salt"),
         ({"on_disconnect": inference_pb2.ON_DISCONNECT_DETACH}, "UNIMPLEMENTED", "DETACH"),
         ({"tenant": "t" * 65}, "INVALID_ARGUMENT", "tenant"),
@@ -58,7 +59,7 @@ def test_envelope_without_prompt() -> None:
 
 
 def test_envelope_taken() -> None:
-    check_envelope(message(model="m", request_id="A-z_0.9:x", tenant="t" * 64), "m")
+    check_envelope(message(model="m", request_id="A-z_0.9:x", tenant="t" * 64, priority=-100), "m")
     check_envelope(message(on_disconnect=inference_pb2.ON_DISCONNECT_CANCEL), "m")
 
 

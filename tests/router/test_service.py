@@ -306,7 +306,7 @@ BAD: list[tuple[dict[str, object], str, str]] = [
     ({"sampling": common_pb2.SamplingParams(max_tokens=-1)}, "INVALID_ARGUMENT", "BAD_PARAMETER"),
     ({"sampling": common_pb2.SamplingParams(stop_token_ids=[1] * 257)}, "INVALID_ARGUMENT", "BAD_PARAMETER"),
     ({"sampling": common_pb2.SamplingParams(prompt_logprobs=21)}, "INVALID_ARGUMENT", "BAD_PARAMETER"),
-    ({"priority": 1}, "UNIMPLEMENTED", "UNSUPPORTED_PARAMETER"),
+    ({"priority": 101}, "INVALID_ARGUMENT", "BAD_PRIORITY"),
 ]
 
 
