@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import IO
 
@@ -97,7 +97,7 @@ class Launcher:
 
     Args:
         up: What to start.
-        engine: Engine options, handed to every worker.
+        engine: Engine options, handed to every worker; those of swapping not to prefill.
         console: Where people read.
     """
 
@@ -199,7 +199,7 @@ class Launcher:
         command = "prefill" if role == "prefill" else "decode"
         flags = [*self._common, *self._model_flags, "--worker-id", name]
         flags += ["--role", role] if command == "decode" else []
-        engine = replace(self._engine, tpot_slo_ms=None) if role == "prefill" else self._engine
+        engine = self._engine.for_prefill() if role == "prefill" else self._engine
         flags += _engine_flags(engine, default_threads=max(1, usable_cores() // self._up.num_workers))
         return Child(name, service_command(command, *flags), self._logs / f"{name}.log", on_exit=self._ended.put)
 

@@ -148,6 +148,40 @@ def welcome_message(context: WorkerContext, loaded: LoadedWorker, page_size: int
     )
 
 
+class Preempted(Protocol):
+    """What an engine tells of preemptions; see `engine.step.Preemptions`."""
+
+    @property
+    def num_recomputes(self) -> int:
+        """Preempted sequences whose KV was dropped."""
+        ...
+
+    @property
+    def num_swaps(self) -> int:
+        """Preempted sequences whose KV was swapped out."""
+        ...
+
+    @property
+    def swapped_out_bytes(self) -> int:
+        """Bytes copied to the host pool."""
+        ...
+
+    @property
+    def swapped_in_bytes(self) -> int:
+        """Bytes copied back."""
+        ...
+
+    @property
+    def num_host_pages(self) -> int:
+        """Pages of the host pool in all."""
+        ...
+
+    @property
+    def num_free_host_pages(self) -> int:
+        """Pages of the host pool free."""
+        ...
+
+
 class Load(Protocol):
     """An engine's load; see `engine.step.EngineLoad`."""
 
@@ -174,6 +208,11 @@ class Load(Protocol):
     @property
     def num_pending_prefill_tokens(self) -> int:
         """Tokens known but not computed."""
+        ...
+
+    @property
+    def preemptions(self) -> Preempted:
+        """Since the engine's start."""
         ...
 
 
@@ -214,4 +253,13 @@ def observe_step(metrics: WorkerMetrics, load: Load, num_tokens: int, duration_s
         num_free_pages=load.num_free_pages,
         num_pages=load.num_pages,
         num_pending_tokens=load.num_pending_prefill_tokens,
+    )
+    totals = load.preemptions
+    metrics.observe_preemptions(
+        num_recomputes=totals.num_recomputes,
+        num_swaps=totals.num_swaps,
+        swapped_out_bytes=totals.swapped_out_bytes,
+        swapped_in_bytes=totals.swapped_in_bytes,
+        num_host_pages=totals.num_host_pages,
+        num_free_host_pages=totals.num_free_host_pages,
     )

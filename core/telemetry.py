@@ -51,12 +51,24 @@ def _process_metrics(registry: CollectorRegistry) -> None:
     GCCollector(registry=registry)
 
 
+class _Total:
+    """A counter that follows a total which somebody else counts."""
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self._seen = 0
+
+    def follow(self, total: int) -> None:
+        self._counter.inc(total - self._seen)
+        self._seen = total
+
+
 class WorkerMetrics:
     """Metrics of a worker process; each carries the label `role`.
 
     Attributes are prometheus_client objects: `.inc()`, `.set()`, `.observe()`, `.labels(...)`. Labels in order:
     `requests` (finish_reason, reason), `kv_transfers` (outcome, reason), `session_messages` (direction, kind),
-    `stale_messages` (kind), `sessions_cut` (reason).
+    `stale_messages` (kind), `sessions_cut` (reason), `preemptions` (mode), `swapped_bytes` (direction).
 
     Args:
         registry: Where they are registered.
@@ -77,6 +89,24 @@ class WorkerMetrics:
         self.pending_prefill = Gauge(
             "pdserve_engine_pending_prefill_tokens", "Prompt tokens known but not computed", registry=r
         )
+        self.preemptions = Counter(
+            "pdserve_engine_preemptions_total",
+            "Sequences whose pages were taken; mode recompute or swap: what became of their KV",
+            ["mode"],
+            registry=r,
+        )
+        self.swapped_bytes = Counter(
+            "pdserve_engine_swapped_bytes_total",
+            "Bytes of KV copied to the host pool (direction out) and back (in)",
+            ["direction"],
+            registry=r,
+        )
+        self.host_pages = Gauge("pdserve_engine_host_pages", "Host pages for preempted sequences", registry=r)
+        self.free_host_pages = Gauge("pdserve_engine_host_free_pages", "Host pages free", registry=r)
+        self._recomputes = _Total(self.preemptions.labels("recompute"))
+        self._swaps = _Total(self.preemptions.labels("swap"))
+        self._bytes_out = _Total(self.swapped_bytes.labels("out"))
+        self._bytes_in = _Total(self.swapped_bytes.labels("in"))
         self.steps = Counter("pdserve_engine_steps_total", "Engine steps executed", registry=r)
         self.step_seconds = Histogram(
             "pdserve_engine_step_seconds", "Time of an engine step", buckets=_STEP_S, registry=r
@@ -165,6 +195,24 @@ class WorkerMetrics:
         self.pages.set(num_pages)
         self.kv_usage.set(1 - num_free_pages / num_pages if num_pages else 0)
         self.pending_prefill.set(num_pending_tokens)
+
+    def observe_preemptions(
+        self,
+        *,
+        num_recomputes: int,
+        num_swaps: int,
+        swapped_out_bytes: int,
+        swapped_in_bytes: int,
+        num_host_pages: int,
+        num_free_host_pages: int,
+    ) -> None:
+        """Takes over the engine's totals since its start, and its host pool now."""
+        self._recomputes.follow(num_recomputes)
+        self._swaps.follow(num_swaps)
+        self._bytes_out.follow(swapped_out_bytes)
+        self._bytes_in.follow(swapped_in_bytes)
+        self.host_pages.set(num_host_pages)
+        self.free_host_pages.set(num_free_host_pages)
 
     def observe_step(self, *, duration_s: float, num_tokens: int) -> None:
         """Counts one executed engine step."""

@@ -21,13 +21,15 @@ from pdserve.engine.batching import make_batching
 from pdserve.engine.chunks import SchedulerLimits
 from pdserve.engine.config import DEFAULT_STEP_TARGET_MS, EngineConfig
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.kv_cache import PoolMemory
+from pdserve.engine.kv_cache import PlainPool, PoolMemory
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import make_policy
+from pdserve.engine.preemption_costs import PreemptionMeter, measure_preemption
 from pdserve.engine.prefix_cache import PrefixCache
 from pdserve.engine.profile import StepMeter, StepProfile, profile_steps
 from pdserve.engine.progress import Progress, SilentProgress
 from pdserve.engine.step import Runner, RunnerOutput, SchedulerOutput
+from pdserve.engine.swap import PreemptionCosts, SwapSpace
 
 MakePool = Callable[[KVLayout, int], PoolMemory]
 
@@ -57,6 +59,7 @@ class EngineFacts:
         profile: What the token budget was chosen from; None when it was given.
         prepare: Told of a request's parameters before it is added: refuses what this engine cannot do, and begins to
             compile its grammar.
+        preemption_costs: What swap or recompute is chosen from; None when there is no choice.
     """
 
     layout: KVLayout
@@ -72,6 +75,7 @@ class EngineFacts:
     token_budget: int
     profile: StepProfile | None
     prepare: Callable[[SamplingParams], None]
+    preemption_costs: PreemptionCosts | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,19 +115,23 @@ def build_core(config: EngineConfig, make_pool: MakePool, progress: Progress | N
 
 
 def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
-    from pdserve.engine.fake import FAKE_EOS, FAKE_VOCAB_SIZE, FakeRunner, fake_layout
+    from pdserve.engine.fake import FAKE_EOS, FAKE_VOCAB_SIZE, FakeRunner, fake_costs, fake_layout
 
     layout = fake_layout(config.page_size)
     num_pages = config.num_pages or min(_num_pages(config, layout), _FAKE_NUM_PAGES)
     memory = make_pool(layout, num_pages)
-    runner: Runner = FakeRunner(memory.buffer, layout)
+    host_pages = _num_host_pages(config, layout)
+    host = PlainPool(layout, host_pages).buffer if host_pages else None
+    runner: Runner = FakeRunner(memory.buffer, layout, host=host)
     if config.fake_step_ms:
         runner = _Paced(runner, config.fake_step_ms / 1000)
     budget = config.max_num_batched_tokens or max(config.max_num_seqs, _MAX_TOKEN_BUDGET)
     max_model_len = _max_model_len(config, layout, num_pages, _FAKE_MAX_MODEL_LEN)
+    costs = fake_costs(config.page_size, budget) if _chooses(config) else None
+    swap = make_swap_space(config, layout, costs)
     identity = identity_digest({"runner": "fake", "model": _model_name(config)})
     return BuiltCore(
-        core=make_core(config, runner, num_pages, budget, max_model_len, identity),
+        core=make_core(config, runner, num_pages, budget, max_model_len, identity, swap),
         layout=layout,
         num_pages=num_pages,
         identity_digest=identity,
@@ -137,6 +145,7 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
         token_budget=budget,
         profile=None,
         prepare=_refuse_structured,
+        preemption_costs=costs,
     )
 
 
@@ -169,9 +178,11 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         *standard_processors(loaded.eos_token_ids, tokenizer.encode_part, loaded.model.device),
         StructuredProcessor(grammars, 2 * config.max_num_seqs),
     ]
-    runner = ModelRunner(loaded, layout, num_pages, memory, processors=processors)
+    host_pages = _num_host_pages(config, layout)
+    host = PlainPool(layout, host_pages) if host_pages else None
+    runner = ModelRunner(loaded, layout, num_pages, memory, host, processors)
     identity = loaded.identity_digest(_model_name(config))
-    budget, profile = config.max_num_batched_tokens, None
+    budget, profile, costs = config.max_num_batched_tokens, None, None
     if budget is not None:
         _log.info("token budget %d, as --max-num-batched-tokens says", budget)
     else:
@@ -179,8 +190,16 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         profile = _profile(config, runner, layout, num_pages, max_model_len)
         budget = profile.token_budget
         progress.end()
+    if _chooses(config):
+        progress.begin("measuring the costs of preemption")
+        meter = PreemptionMeter(runner, layout, min(max_model_len, num_pages * layout.page_size))
+        costs = measure_preemption(meter, budget, layout.page_size, min(num_pages, host_pages))
+        _log.info("costs of preemption: %s", costs)
+        progress.end()
     return BuiltCore(
-        core=make_core(config, runner, num_pages, budget, max_model_len, identity),
+        core=make_core(
+            config, runner, num_pages, budget, max_model_len, identity, make_swap_space(config, layout, costs)
+        ),
         layout=layout,
         num_pages=num_pages,
         identity_digest=identity,
@@ -194,6 +213,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         token_budget=budget,
         profile=profile,
         prepare=grammars.prepare,
+        preemption_costs=costs,
     )
 
 
@@ -216,7 +236,13 @@ class _Paced:
 
 
 def make_core(
-    config: EngineConfig, runner: Runner, num_pages: int, budget: int, max_model_len: int, identity: bytes = b""
+    config: EngineConfig,
+    runner: Runner,
+    num_pages: int,
+    budget: int,
+    max_model_len: int,
+    identity: bytes = b"",
+    swap: SwapSpace | None = None,
 ) -> EngineCore:
     """A core over a runner that exists already.
 
@@ -227,6 +253,7 @@ def make_core(
         budget: Tokens of a step, whatever the configuration says.
         max_model_len: Known tokens of one sequence.
         identity: What cached KV depends on beside the tokens.
+        swap: What becomes of the KV of preempted sequences; None: all are computed anew.
     """
     limits = SchedulerLimits(
         page_size=config.page_size,
@@ -246,7 +273,15 @@ def make_core(
         aging_tokens_per_s=config.sjf_aging_rate,
     )
     cache = PrefixCache(pool, config.page_size, identity) if config.enable_prefix_caching else None
-    return EngineCore(limits, pool, runner, policy, batching, cache=cache)
+    return EngineCore(limits, pool, runner, policy, batching, swap, cache)
+
+
+def make_swap_space(config: EngineConfig, layout: KVLayout, costs: PreemptionCosts | None) -> SwapSpace:
+    """Host pages as the configuration says; `costs` decide when it leaves the choice to them."""
+    num_pages = _num_host_pages(config, layout)
+    if costs is None or not _chooses(config):  # all or nothing
+        return SwapSpace(num_pages, layout.page_size, layout.page_bytes)
+    return SwapSpace(num_pages, layout.page_size, layout.page_bytes, costs.prefer_swap)
 
 
 def _model_name(config: EngineConfig) -> str:
@@ -302,3 +337,16 @@ def _profile(config: EngineConfig, runner: Runner, layout: KVLayout, num_pages: 
             *(slo_ms, num, profile),
         )
     return profile
+
+
+def _num_host_pages(config: EngineConfig, layout: KVLayout) -> int:
+    if 0 < config.swap_space_bytes < layout.page_bytes:
+        raise ConfigError(
+            f"--swap-space-bytes is {config.swap_space_bytes}; one page of this model takes {layout.page_bytes} bytes"
+        )
+    return config.swap_space_bytes // layout.page_bytes
+
+
+def _chooses(config: EngineConfig) -> bool:
+    """Says whether it depends on costs what is swapped."""
+    return config.preemption_mode == "auto" and config.swap_space_bytes > 0

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pdserve.core.config import check, flag_name, option
 from pdserve.core.errors import ConfigError
 from pdserve.engine.batching import BATCHINGS, DEFAULT_WINDOW_MS
 from pdserve.engine.policies import DEFAULT_AGING_S_PER_LEVEL, DEFAULT_AGING_TOKENS_PER_S, POLICIES
+from pdserve.engine.swap import PREEMPTION_MODES
 
 DEFAULT_STEP_TARGET_MS = 250.0
 
@@ -104,6 +105,15 @@ class EngineConfig:
         unit="ms",
         minimum=0,
     )
+    preemption_mode: str = option(
+        "auto",
+        "what becomes of the KV of a preempted sequence; recompute: dropped and computed again; swap: copied to host "
+        "memory and back; auto: what takes less time, by measurements at start",
+        choices=PREEMPTION_MODES,
+    )
+    swap_space_bytes: int = option(
+        0, "host memory for the KV of preempted sequences; 0, or when it is full: recompute", unit="bytes", minimum=0
+    )
     max_unreserved_fraction: float = option(
         0.25,
         "prefill: share of the pool that sequences without a reserved destination may hold",
@@ -140,6 +150,11 @@ class EngineConfig:
             self.check_token_budget(self.max_num_batched_tokens)
         self._check_policy()
         self._check_batching()
+        self._check_swap()
+
+    def for_prefill(self) -> EngineConfig:
+        """The same for a prefill worker beside others, without what `check_prefill` refuses."""
+        return replace(self, tpot_slo_ms=None, preemption_mode="auto", swap_space_bytes=0)
 
     def check_hand_offs(self) -> None:
         """Refuses what makes no sense on a worker that other workers wait for.
@@ -164,6 +179,11 @@ class EngineConfig:
             raise ConfigError(
                 f"--tpot-slo-ms is {self.tpot_slo_ms:g}; a prefill worker generates no further tokens: give it to the "
                 "decode or mixed workers, and --step-target-ms to this one"
+            )
+        if self.swap_space_bytes:
+            raise ConfigError(
+                f"--swap-space-bytes is {self.swap_space_bytes}; a prefill worker swaps nothing, for the pages of its "
+                "sequences get readers: give it to the decode or mixed workers"
             )
 
     def _check_targets(self) -> None:
@@ -203,3 +223,15 @@ class EngineConfig:
             )
         if self.batch_window_ms is not None and self.batching != "dynamic":
             raise ConfigError(f"--batch-window-ms is {self.batch_window_ms:g}; it needs --batching dynamic")
+
+    def _check_swap(self) -> None:
+        if self.preemption_mode == "swap" and not self.swap_space_bytes:
+            raise ConfigError(
+                "--preemption-mode is 'swap' and --swap-space-bytes is 0; set that to the host memory that preempted "
+                "sequences may take"
+            )
+        if self.preemption_mode == "recompute" and self.swap_space_bytes:
+            raise ConfigError(
+                f"--swap-space-bytes is {self.swap_space_bytes} and --preemption-mode is 'recompute', which swaps "
+                "nothing; leave one of them out"
+            )

@@ -15,6 +15,7 @@ from pdserve.core.request import PositionLogprobs, TokenLogprob
 from pdserve.engine.fake_choice import choose
 from pdserve.engine.page_copies import PageCopies
 from pdserve.engine.step import RunnerOutput, SampledToken, SamplingFailure, ScheduledSequence, SchedulerOutput
+from pdserve.engine.swap import PreemptionCosts
 
 FAKE_VOCAB_SIZE = 257
 FAKE_EOS = 256
@@ -23,6 +24,18 @@ FAKE_EOS = 256
 def fake_layout(page_size: int = 16) -> KVLayout:
     """Layout of the fake: 16 bytes per token, a 64-bit key and a 64-bit value."""
     return KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=2, page_size=page_size, dtype="float32")
+
+
+def fake_costs(page_size: int, token_budget: int) -> PreemptionCosts:
+    """Costs that are the same in every run: a millisecond per step, and 0.1 per token and per page copied."""
+    return PreemptionCosts(
+        step_points=((1, 0.001), (1001, 0.101)),
+        context_s=0.0,
+        token_budget=token_budget,
+        page_copy_s=0.0001,
+        swap_fixed_s=0.002,
+        page_size=page_size,
+    )
 
 
 def expected_tokens(tokens: Sequence[int], num_tokens: int, eos_period: int | None = None) -> list[int]:

@@ -18,6 +18,7 @@ from pdserve.engine.page_pool import PagePool
 from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import PageCopy, PageCopyKind, Preemptions
 
+PREEMPTION_MODES = ("auto", "recompute", "swap")
 PreferSwap = Callable[[int], bool]
 """Says whether so many computed tokens come back sooner by swap than by recompute."""
 

@@ -157,6 +157,18 @@ def _workers() -> list[timeseries.Panel]:
             [("pdserve_engine_kv_usage_ratio", "{{role}} {{instance}}")],
         ),
         panel(
+            "Preemptions",
+            "Sequences whose pages were taken, by what became of their KV",
+            "ops",
+            [(rate("pdserve_engine_preemptions_total", "role, mode"), "{{role}} {{mode}}")],
+        ),
+        panel(
+            "Swapped KV",
+            "Copied to the host pool and back",
+            "Bps",
+            [(rate("pdserve_engine_swapped_bytes_total", "role, direction"), "{{role}} {{direction}}")],
+        ),
+        panel(
             "Pending prefill tokens",
             "Prompt tokens known but not computed",
             "short",

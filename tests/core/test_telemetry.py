@@ -12,7 +12,8 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.telemetry import MetricsServer, RouterMetrics, WorkerMetrics
 
 BOUNDED_LABELS = {
-    *("role", "finish_reason", "reason", "outcome", "direction", "kind", "state", "operation", "le", "generation"),
+    *("role", "finish_reason", "reason", "outcome", "direction", "kind", "state", "operation", "mode"),
+    *("le", "generation"),  # of histograms and of the garbage collector
     *("worker_id", "router_id", "incarnation", "model", "version"),  # of the info metrics
 }
 
@@ -28,8 +29,35 @@ def worker_registry() -> CollectorRegistry:
     metrics.set_info(worker_id="w", incarnation="ab", model="smol")
     metrics.observe_load(num_running=2, num_waiting=1, num_free_pages=25, num_pages=100, num_pending_tokens=7)
     metrics.observe_step(duration_s=0.02, num_tokens=64)
+    _preempt(metrics, 3)
     metrics.requests.labels("stop", "").inc()
     return registry
+
+
+def _preempt(metrics: WorkerMetrics, num_swaps: int) -> None:
+    metrics.observe_preemptions(
+        num_recomputes=1,
+        num_swaps=num_swaps,
+        swapped_out_bytes=100 * num_swaps,
+        swapped_in_bytes=100,
+        num_host_pages=8,
+        num_free_host_pages=6,
+    )
+
+
+def test_preemptions_follow_the_engines_totals() -> None:
+    registry = CollectorRegistry()
+    metrics = WorkerMetrics(registry, "decode")
+    for num_swaps in (0, 2, 2, 5):
+        _preempt(metrics, num_swaps)
+    for name, label, value in (
+        ("pdserve_engine_preemptions_total", {"mode": "swap"}, 5),
+        ("pdserve_engine_preemptions_total", {"mode": "recompute"}, 1),
+        ("pdserve_engine_swapped_bytes_total", {"direction": "out"}, 500),
+        ("pdserve_engine_swapped_bytes_total", {"direction": "in"}, 100),
+        ("pdserve_engine_host_free_pages", {}, 6),
+    ):
+        assert registry.get_sample_value(name, {"role": "decode", **label}) == value
 
 
 def router_registry() -> CollectorRegistry:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from pdserve.engine.logits import LogitsProcessor
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.runner import ModelRunner
 from pdserve.engine.step import Add, SequenceFailed, TokensSampled
+from pdserve.engine.swap import SwapSpace
 
 VOCAB_SIZE = 97
 _COMMON: dict[str, Any] = {
@@ -93,6 +96,22 @@ def make_model(config_class: str, overrides: dict[str, Any]) -> Any:
     return model.eval()
 
 
+def save_model(family: str, directory: Path) -> None:
+    """Writes a random model with a tokenizer of the words w0, w1, ... ."""
+    make_model(*FAMILIES[family]).save_pretrained(directory)
+    words = {f"w{i}": i for i in range(VOCAB_SIZE)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": None,
+        "decoder": None,
+        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+
 def served(model: Any) -> LoadedModel:
     """The same model with our attention."""
     return prepare_model(copy.deepcopy(model), "float32", "test")
@@ -119,14 +138,16 @@ def engine_run(
     num_pages: int = 64,
     processors: Sequence[LogitsProcessor] = (),
     emitted: Sequence[Sequence[int]] | None = None,
+    swap: SwapSpace | None = None,
 ) -> list[tuple[list[int], list[float]]]:
     """Tokens and log-probabilities of prompts that arrive one step after the other, in one engine; each may go on after
     tokens that were emitted elsewhere.
     """
     layout = loaded.layout(page_size)
-    runner = ModelRunner(loaded, layout, num_pages, PlainPool(layout, num_pages), processors=processors)
+    host = PlainPool(layout, swap.totals().num_host_pages) if swap else None
+    runner = ModelRunner(loaded, layout, num_pages, PlainPool(layout, num_pages), host, processors)
     limits = SchedulerLimits(page_size=page_size, max_num_seqs=budget, max_num_batched_tokens=budget, max_model_len=256)
-    core = EngineCore(limits, PagePool(num_pages), runner)
+    core = EngineCore(limits, PagePool(num_pages), runner, swap=swap)
     results: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
     waiting = [
         Add(

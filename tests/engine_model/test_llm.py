@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import subprocess
@@ -19,7 +18,7 @@ from pdserve.engine.build import build_core
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.fake import expected_tokens
 from pdserve.engine.kv_cache import PlainPool
-from tests.engine_model.models import FAMILIES, VOCAB_SIZE, make_model
+from tests.engine_model.models import VOCAB_SIZE, save_model
 
 
 @pytest.fixture
@@ -213,18 +212,7 @@ def test_options_are_checked() -> None:
 @pytest.fixture(scope="module")
 def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp("tiny")
-    make_model(*FAMILIES["llama"]).save_pretrained(directory)
-    words = {f"w{i}": i for i in range(VOCAB_SIZE)}
-    tokenizer = {
-        "version": "1.0",
-        "added_tokens": [],
-        "normalizer": None,
-        "pre_tokenizer": {"type": "Whitespace"},
-        "post_processor": None,
-        "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
-    }
-    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    save_model("llama", directory)
     return directory
 
 

@@ -63,6 +63,14 @@ class Samples:
         for worker in self._workers:
             worker.observe_load(num_running=3, num_waiting=2, num_free_pages=60, num_pages=100, num_pending_tokens=128)
             worker.observe_step(duration_s=0.02, num_tokens=64)
+            worker.observe_preemptions(
+                num_recomputes=2,
+                num_swaps=3,
+                swapped_out_bytes=4096,
+                swapped_in_bytes=2048,
+                num_host_pages=8,
+                num_free_host_pages=7,
+            )
             worker.kv_seconds.observe(0.333)  # beside the same again from _grow: half of the time is hidden
             worker.kv_transfers.labels("complete", "").inc()
             worker.kv_transfers.labels("failed", "PEER_GONE").inc()
