@@ -257,6 +257,9 @@ class WorkerConfig:
     )
     reserve_wait_s: float = option(5.0, "time that a reservation waits for free pages", unit="s", minimum=0)
     pull_idle_s: float = option(2.0, "a pull that receives nothing for this long fails", unit="s", minimum=0.05)
+    pull_min_rate: float = option(
+        50.0, "a pull slower than this after its first 5 s fails; lower it for slow links", unit="MB/s", minimum=0.1
+    )
 
     def __post_init__(self) -> None:
         check(self)

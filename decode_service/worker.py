@@ -51,7 +51,12 @@ class DecodeWorker:
             incarnation=context.incarnation,
             identity_digest=built.identity_digest,
             layout=built.layout,
-            sink=TcpPageSink(pool, built.identity_digest, idle_s=context.worker.pull_idle_s),
+            sink=TcpPageSink(
+                pool,
+                built.identity_digest,
+                idle_s=context.worker.pull_idle_s,
+                min_bytes_per_s=context.worker.pull_min_rate * 1e6,
+            ),
             clock=context.clock,
             integrity=context.worker.kv_integrity,
         )
