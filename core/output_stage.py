@@ -90,7 +90,7 @@ class OutputState:
             num_cached_tokens: Prompt tokens that came from the prefix cache.
         """
         news = self._stream.advance(token_ids, finish_reason, stop_token_id)
-        self._num_cached = max(self._num_cached, num_cached_tokens)
+        first, self._num_cached = not self._num_tokens, max(self._num_cached, num_cached_tokens)
         message = worker_pb2.SequenceOutput(
             fence=self._fence,
             delta=common_pb2.Delta(
@@ -100,6 +100,7 @@ class OutputState:
                 text_offset=self._num_chars,
                 logprobs=map(_position, logprobs[: news.num_tokens]),
             ),
+            cached_tokens=num_cached_tokens if first else 0,
         )
         self._num_tokens += news.num_tokens
         self._num_chars += len(news.text)

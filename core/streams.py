@@ -215,6 +215,16 @@ class Load(Protocol):
         """Since the engine's start."""
         ...
 
+    @property
+    def num_prefix_queried_tokens(self) -> int:
+        """Tokens looked for in the prefix cache since the start."""
+        ...
+
+    @property
+    def num_prefix_hit_tokens(self) -> int:
+        """Of these, tokens found."""
+        ...
+
 
 def load_message(load: Load) -> worker_pb2.Load:
     """Load as a message."""
@@ -262,4 +272,7 @@ def observe_step(metrics: WorkerMetrics, load: Load, num_tokens: int, duration_s
         swapped_in_bytes=totals.swapped_in_bytes,
         num_host_pages=totals.num_host_pages,
         num_free_host_pages=totals.num_free_host_pages,
+    )
+    metrics.observe_prefix_cache(
+        num_queried_tokens=load.num_prefix_queried_tokens, num_hit_tokens=load.num_prefix_hit_tokens
     )

@@ -107,6 +107,13 @@ class WorkerMetrics:
         self._swaps = _Total(self.preemptions.labels("swap"))
         self._bytes_out = _Total(self.swapped_bytes.labels("out"))
         self._bytes_in = _Total(self.swapped_bytes.labels("in"))
+        self.prefix_queries = Counter(
+            "pdserve_engine_prefix_cache_queries_total", "Tokens looked for in the prefix cache", registry=r
+        )
+        self.prefix_hits = Counter(
+            "pdserve_engine_prefix_cache_hits_total", "Tokens found in the prefix cache", registry=r
+        )
+        self._queried, self._hit = _Total(self.prefix_queries), _Total(self.prefix_hits)
         self.steps = Counter("pdserve_engine_steps_total", "Engine steps executed", registry=r)
         self.step_seconds = Histogram(
             "pdserve_engine_step_seconds", "Time of an engine step", buckets=_STEP_S, registry=r
@@ -213,6 +220,11 @@ class WorkerMetrics:
         self._bytes_in.follow(swapped_in_bytes)
         self.host_pages.set(num_host_pages)
         self.free_host_pages.set(num_free_host_pages)
+
+    def observe_prefix_cache(self, *, num_queried_tokens: int, num_hit_tokens: int) -> None:
+        """Takes over the engine's totals since its start."""
+        self._queried.follow(num_queried_tokens)
+        self._hit.follow(num_hit_tokens)
 
     def observe_step(self, *, duration_s: float, num_tokens: int) -> None:
         """Counts one executed engine step."""

@@ -73,10 +73,12 @@ class Holdings:
         """Pages that the pool has of a sequence without pages: full ones, and never of its last known token."""
         if self._cache is None or seq.page_table:
             return []
-        # A reservation's next token is sampled elsewhere: nothing of what is known now will be computed here.
-        num_tokens = len(seq.tokens) if seq.state is SequenceState.WAITING_KV else len(seq.tokens) - 1
-        if seq.sampling.prompt_logprobs is not None:
-            num_tokens = min(num_tokens, seq.num_told - 1)  # the next position to tell is predicted by the one before
+        num_tokens = len(seq.tokens)
+        if seq.state is not SequenceState.WAITING_KV:  # a reservation's next token is sampled elsewhere
+            num_tokens -= 1
+            if seq.sampling.prompt_logprobs is not None:
+                # The next position to tell is predicted by the one before.
+                num_tokens = min(num_tokens, seq.num_told - 1)
         return self._cache.match(seq.digests, seq.tokens, seq.request.cache_salt, num_tokens // self._page_size)
 
     def can_give(self, num_pages: int, cached: Seq[int] = ()) -> bool:

@@ -77,12 +77,15 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        cache_salt: str = "",
     ) -> list[Completion]:
         """Computes all prompts in one batch.
 
         Args:
             prompts: One prompt of any kind, or several.
             sampling_params: For all, or one per prompt; default: `SamplingParams()`.
+            cache_salt: Computed prompts are reused only among requests of the same salt; empty: shared.
 
         Returns:
             One completion per prompt, in order.
@@ -99,7 +102,7 @@ class LLM:
         )
         if len(each) != len(several):
             raise RequestError(f"{len(several)} prompts and {len(each)} sampling parameters; give one each, or one")
-        requests = [self._request(p, s) for p, s in zip(several, each, strict=True)]
+        requests = [self._request(p, s, cache_salt) for p, s in zip(several, each, strict=True)]
         outputs = [self._submit(r, p) for r, p in zip(requests, several, strict=True)]
         try:
             while not all(o.ended for o in outputs):
@@ -112,7 +115,9 @@ class LLM:
                 raise output.error
         return [o.completion() for o in outputs]
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[OutputDelta]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+    ) -> Iterator[OutputDelta]:
         """Computes one prompt and gives its output as it comes. Leaving the loop early cancels the rest.
 
         With n > 1 the deltas of all choices come mixed, each in order.
@@ -120,7 +125,8 @@ class LLM:
         Raises:
             RequestError: The prompt or a parameter is wrong; raised at once, not at the first item.
         """
-        return self._stream(self._submit(self._request(prompt, sampling_params or SamplingParams()), prompt))
+        request = self._request(prompt, sampling_params or SamplingParams(), cache_salt)
+        return self._stream(self._submit(request, prompt))
 
     def _stream(self, output: RequestOutput) -> Iterator[OutputDelta]:
         try:
@@ -135,7 +141,7 @@ class LLM:
         finally:
             self._close(output)
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams) -> Request:
+    def _request(self, prompt: Prompt, sampling: SamplingParams, cache_salt: str) -> Request:
         tokens = self._encode(prompt)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", reason="EMPTY_PROMPT")
@@ -158,6 +164,7 @@ class LLM:
             sampling=replace(sampling, seed=seed, max_tokens=max_tokens),
             eos_token_ids=self._built.eos_token_ids,
             arrival_s=time.monotonic(),
+            cache_salt=cache_salt,
         )
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:

@@ -19,6 +19,7 @@ from pdserve.router.worker_table import Limits
 from pdserve.v1 import inference_pb2 as pb
 
 MAX_TENANT_CHARS = 64
+MAX_SALT_CHARS = 128
 QUEUE_FULL_RETRY_S = 1.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -37,6 +38,7 @@ class Admitted:
         tenant: Whose request it is.
         echo: Text of the prompt, if its client wants it back.
         priority: Lower starts first.
+        cache_salt: Computed prompts are reused only among requests of the same salt; empty: shared.
     """
 
     request_id: str
@@ -48,6 +50,7 @@ class Admitted:
     tenant: str = ""
     echo: str = ""
     priority: int = 0
+    cache_salt: str = ""
 
 
 def check_envelope(request: pb.GenerateRequest, served_model: str) -> None:
@@ -69,8 +72,11 @@ def check_envelope(request: pb.GenerateRequest, served_model: str) -> None:
         raise RequestError(
             f"priority is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", reason="BAD_PRIORITY"
         )
-    if request.cache_salt:
-        raise _unsupported("cache_salt")
+    if len(request.cache_salt) > MAX_SALT_CHARS:
+        raise RequestError(
+            f"cache_salt has {len(request.cache_salt)} characters; it may have at most {MAX_SALT_CHARS}",
+            reason="BAD_CACHE_SALT",
+        )
     if request.on_disconnect == pb.ON_DISCONNECT_DETACH:
         raise UnimplementedError(
             "on_disconnect = DETACH is not supported yet; use CANCEL or leave it out", reason="UNSUPPORTED_PARAMETER"
@@ -149,6 +155,7 @@ def admit(
         prompt_digest=token_digest(prompt),
         tenant=request.tenant,
         priority=request.priority,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -187,7 +194,3 @@ def _max_tokens(wanted: int | None, prompt_tokens: int, limits: Limits) -> int:
             reason="MAX_TOKENS_TOO_LARGE",
         )
     return wanted
-
-
-def _unsupported(name: str) -> UnimplementedError:
-    return UnimplementedError(f"'{name}' is not supported yet; leave it out", reason="UNSUPPORTED_PARAMETER")

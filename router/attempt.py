@@ -163,6 +163,7 @@ class Attempt:
             traceparent=ids.traceparent,
             tenant=request.tenant,
             priority=request.priority,
+            cache_salt=request.cache_salt,
             prompt_digest=request.prompt_digest,
         )
         if route.prefill is not None:
@@ -293,7 +294,7 @@ class Attempt:
             raise self._broken(
                 f"worker {event.worker_id} sent text offset {delta.text_offset}, expected {released.num_chars}"
             )
-        released.release(delta)
+        released.release(delta, output.cached_tokens)
 
     def _named(self, error: PdserveError) -> PdserveError:
         """Names the workers: what one of them saw may be the other's death."""

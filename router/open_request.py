@@ -70,7 +70,7 @@ class OpenRequest:
             name = common_pb2.FinishReason.Name(said.finish_reason)
             error = EngineError(f"a worker ended the request with {name}: report this", reason="BROKEN_STREAM")
             return self.failed(error)
-        usage = self._usage(said.usage.cached_tokens)
+        usage = self._usage()
         finished = self._terminal(said.finish_reason, said.stop_reason, usage)
         self.recorder.finished(word, self.progress.num_tokens)
         self.trace.ended(word, None, finished.timings, usage)
@@ -82,7 +82,7 @@ class OpenRequest:
         error = self.cancel_asked.error
         if error is not None and not isinstance(error, DeadlineError):
             return self.failed(error)
-        usage = self._usage(0)
+        usage = self._usage()
         finished = self._terminal(common_pb2.FINISH_REASON_CANCELLED, "", usage)
         self.recorder.cancelled(self.progress.num_tokens)
         self.trace.ended("cancelled", error, finished.timings, usage)
@@ -91,7 +91,7 @@ class OpenRequest:
     def failed(self, error: PdserveError) -> Terminal:
         """It cannot go on."""
         self.recorder.failed(error, self.progress.num_tokens)
-        self.trace.ended("failed", error, self.progress.timings(), self._usage(0))
+        self.trace.ended("failed", error, self.progress.timings(), self._usage())
         return error
 
     def _terminal(
@@ -105,9 +105,9 @@ class OpenRequest:
             attempt=self.recorder.attempt,
         )
 
-    def _usage(self, cached_tokens: int) -> common_pb2.Usage:
+    def _usage(self) -> common_pb2.Usage:
         return common_pb2.Usage(
             prompt_tokens=len(self.admitted.prompt_token_ids),
             completion_tokens=self.progress.num_tokens,
-            cached_tokens=cached_tokens,
+            cached_tokens=self.progress.num_cached_tokens,
         )

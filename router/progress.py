@@ -25,6 +25,8 @@ class Progress:
         num_tokens: Tokens released; also the next output index.
         num_chars: Characters of text released; also the next text offset.
         num_told: Leading prompt positions whose log-probabilities were released; the first has none.
+        num_cached_tokens: Prompt tokens had by prefix reuse, as the worker of the first released token counted them;
+            what later attempts and decode workers find in their caches is not counted again.
         queue_s: Time in the router's queue, over all attempts.
     """
 
@@ -34,6 +36,7 @@ class Progress:
         self.num_tokens = 0
         self.num_chars = 0
         self.num_told = 1
+        self.num_cached_tokens = 0
         self.queue_s = 0.0
         self._clock = clock
         self._arrival_s = arrival_s
@@ -57,13 +60,19 @@ class Progress:
             self.num_told += len(told.logprobs)
             self._stream.put_prompt(told)
 
-    def release(self, delta: common_pb2.Delta) -> None:
-        """Passes a delta, whose index and text offset were checked, on to the client."""
+    def release(self, delta: common_pb2.Delta, num_cached_tokens: int = 0) -> None:
+        """Passes a delta, whose index and text offset were checked, on to the client.
+
+        Args:
+            delta: New output.
+            num_cached_tokens: What the worker said with it; counts with the first one only.
+        """
         at_s = self._clock.now()
         count = len(delta.token_ids)
         if count:
             if self._first_s is None:
                 self._first_s = at_s
+                self.num_cached_tokens = num_cached_tokens
                 self._recorder.decoding()
                 self._trace.first_token(at_s - self._arrival_s)
                 self._trace.tokens(count, None)

@@ -174,6 +174,19 @@ def _workers() -> list[timeseries.Panel]:
             "short",
             [("sum by (role) (pdserve_engine_pending_prefill_tokens)", "{{role}}")],
         ),
+        panel(
+            "Prefix cache hits",
+            "Share of the tokens looked for that were cached; on decode these pages are not pulled",
+            "percentunit",
+            [
+                (
+                    share(
+                        "pdserve_engine_prefix_cache_hits_total", "pdserve_engine_prefix_cache_queries_total", "role"
+                    ),
+                    "{{role}}",
+                )
+            ],
+        ),
         panel("Step time", "By role", "s", quantiles("pdserve_engine_step_seconds", "role", "{{role}}")),
         panel(
             "Tokens per step",

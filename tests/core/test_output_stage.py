@@ -26,8 +26,10 @@ def test_indices_and_offsets_continue() -> None:
 
 def test_the_engines_end_flushes_text_and_counts_usage() -> None:
     state = _state(stop=(" t5 t6",))
-    assert state.push([5], num_cached_tokens=2).message.delta.text == ""
-    out = state.push([7, 5], finish_reason=FinishReason.LENGTH)
+    first = state.push([5], num_cached_tokens=2).message
+    assert (first.delta.text, first.cached_tokens) == ("", 2)
+    out = state.push([7, 5], finish_reason=FinishReason.LENGTH, num_cached_tokens=2)
+    assert out.message.cached_tokens == 0
     assert out.message.delta.text == " t5 t7 t5" and not out.stopped_early
     finished = out.message.finished
     assert finished.finish_reason == common_pb2.FINISH_REASON_LENGTH and finished.stop_reason == ""

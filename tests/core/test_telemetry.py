@@ -30,6 +30,7 @@ def worker_registry() -> CollectorRegistry:
     metrics.observe_load(num_running=2, num_waiting=1, num_free_pages=25, num_pages=100, num_pending_tokens=7)
     metrics.observe_step(duration_s=0.02, num_tokens=64)
     _preempt(metrics, 3)
+    metrics.observe_prefix_cache(num_queried_tokens=40, num_hit_tokens=16)
     metrics.requests.labels("stop", "").inc()
     return registry
 

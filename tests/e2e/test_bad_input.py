@@ -68,7 +68,7 @@ BAD_REQUESTS = [
     ("structured_outputs", {"structured_outputs": {"json_object": True}}, Unimplemented, "structured_outputs"),
     ("priority on workers without the policy", {"priority": 5}, InvalidRequest, "--scheduling-policy priority"),
     ("priority 101", {"priority": 101}, InvalidRequest, "priority"),
-    ("cache_salt", {"cache_salt": "s"}, Unimplemented, "cache_salt"),
+    ("cache_salt too long", {"cache_salt": "s" * 129}, InvalidRequest, "cache_salt"),
 ]
 
 

@@ -125,6 +125,28 @@ def test_wire_bytes_within_two_percent(disaggregated: Deployment) -> None:
     assert result.timings.transfer_bytes >= 10 * 16 * 16
 
 
+@pytest.mark.parametrize("where", ["disaggregated", "mixed"])
+def test_the_turns_of_a_conversation_reuse_what_was_computed(where: str, request: pytest.FixtureRequest) -> None:
+    """Each turn repeats the one before and its answer. Prefill has its prompts, decode and MIXED the answers too."""
+    deployment: Deployment = request.getfixturevalue(where)
+    known, in_prompt, in_answer = prompt_of(70, seed=5), 0, 0
+    with deployment.client() as client:
+        for turn in range(3):
+            options = {"prompt_token_ids": known, "max_tokens": 20, "temperature": 0, "cache_salt": f"mine {where}"}
+            result = client.generate(**options)
+            assert list(result.token_ids) == expected_tokens(known, 20)
+            assert result.usage.cached_tokens == (in_prompt if where == "disaggregated" else in_answer)
+            if where == "disaggregated":
+                num_pulled = -(-len(known) // 16) - in_answer // 16
+                assert num_pulled * 256 <= result.timings.transfer_bytes < num_pulled * 512  # with headers
+            in_prompt = len(known) // 16 * 16
+            known = [*known, *result.token_ids, *prompt_of(9, seed=turn)]
+            in_answer = (len(known) - 10) // 16 * 16  # not the last token: it was never computed
+        other = client.generate(**{**options, "cache_salt": "another"})
+        assert other.usage.cached_tokens == 0 and other.token_ids == result.token_ids
+    assert_all_free(deployment)
+
+
 def test_at_most_one_message_per_step_and_router(tmp_path: Path) -> None:
     def counters(d: Deployment) -> tuple[float, float, float]:
         return (

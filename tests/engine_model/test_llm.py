@@ -176,6 +176,25 @@ def test_n_is_bounded() -> None:
             params(1, n=n)
 
 
+def test_prompts_that_begin_alike_are_reused_within_a_salt(llm: LLM) -> None:
+    def cached(salt: str, prompt: list[int]) -> int:
+        [result] = llm.generate(prompt, params(5), cache_salt=salt)
+        assert list(result.token_ids) == expected_tokens(prompt, 5)
+        return result.usage.cached_tokens
+
+    prompt = list(range(11))
+    assert [cached("", prompt), cached("a", prompt), cached("a", [*prompt, 99]), cached("", [*prompt[:5], 0])] == [
+        0,
+        0,
+        8,
+        4,
+    ]
+    assert "".join(d.text for d in llm.stream(prompt, params(5))) == llm.generate(prompt, params(5))[0].text
+    off = LLM(runner="fake", page_size=4, num_pages=64, enable_prefix_caching=False)
+    assert [off.generate(prompt, params(5))[0].usage.cached_tokens for _ in range(2)] == [0, 0]
+    idle(llm)
+
+
 def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
     stream = llm.stream([1, 2, 3], params(40))
     assert next(stream).index == 0

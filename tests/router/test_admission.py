@@ -41,7 +41,7 @@ def take(prompt: list[int], **options: object) -> Admitted:
         ({"model": "other"}, "NOT_FOUND", "'m'"),
         ({"priority": 101}, "INVALID_ARGUMENT", "priority"),
         ({"priority": -101}, "INVALID_ARGUMENT", "priority"),
-        ({"cache_salt": "s"}, "UNIMPLEMENTED", "cache_salt"),
+        ({"cache_salt": "s" * 129}, "INVALID_ARGUMENT", "cache_salt"),
         ({"on_disconnect": inference_pb2.ON_DISCONNECT_DETACH}, "UNIMPLEMENTED", "DETACH"),
         ({"tenant": "t" * 65}, "INVALID_ARGUMENT", "tenant"),
     ],

@@ -30,7 +30,9 @@ def test_pair_both_submitted_at_once_and_the_stream_is_whole() -> None:
         assert p.leases == {to_p.transfer_id}
         await w.clock.sleep(1)
         d.reserve("r")
-        p.output("r", tokens(0, 10, queue_s=0.5, prefill_s=1.0))
+        first = tokens(0, 10, queue_s=0.5, prefill_s=1.0)
+        first.cached_tokens = 2
+        p.output("r", first)
         await w.clock.sleep(1)
         assert p.leases, "renewed until decode streams"
         d.output("r", tokens(1, 11))
@@ -42,7 +44,8 @@ def test_pair_both_submitted_at_once_and_the_stream_is_whole() -> None:
         t = finished.timings
         assert (t.queue_s, t.prefill_s, t.transfer_s, t.transfer_bytes) == (0.5, 1.0, 0.25, 7)
         assert (t.ttft_s, t.handoff_gap_s, t.tpot_s, t.e2e_s) == (1.0, 1.0, 1.0, 4.0)
-        assert (finished.usage.prompt_tokens, finished.usage.completion_tokens) == (3, 4)
+        usage = finished.usage
+        assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (3, 4, 2)
         assert w.store.history["r"] == [(1, S.QUEUED), (1, S.PLACED), (1, S.DECODING), (1, S.FINISHED)]
         assert w.store.records["r"].emitted_tokens == 4
         assert p.aborted == d.aborted == []

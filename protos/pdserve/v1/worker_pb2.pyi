@@ -182,20 +182,22 @@ class StepOutputs(_message.Message):
     def __init__(self, step: _Optional[int] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ..., load: _Optional[_Union[Load, _Mapping]] = ...) -> None: ...
 
 class SequenceOutput(_message.Message):
-    __slots__ = ("fence", "delta", "finished", "failed", "timings", "prompt_logprobs")
+    __slots__ = ("fence", "delta", "finished", "failed", "timings", "prompt_logprobs", "cached_tokens")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     DELTA_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     fence: _common_pb2.Fence
     delta: _common_pb2.Delta
     finished: SequenceFinished
     failed: _common_pb2.ErrorDetail
     timings: _common_pb2.Timings
     prompt_logprobs: _common_pb2.PromptLogprobs
-    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., delta: _Optional[_Union[_common_pb2.Delta, _Mapping]] = ..., finished: _Optional[_Union[SequenceFinished, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., delta: _Optional[_Union[_common_pb2.Delta, _Mapping]] = ..., finished: _Optional[_Union[SequenceFinished, _Mapping]] = ..., failed: _Optional[_Union[_common_pb2.ErrorDetail, _Mapping]] = ..., timings: _Optional[_Union[_common_pb2.Timings, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[_common_pb2.PromptLogprobs, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class SequenceFinished(_message.Message):
     __slots__ = ("finish_reason", "stop_reason", "usage")
