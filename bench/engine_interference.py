@@ -85,11 +85,12 @@ def run(options: InterferenceOptions, setting: Setting) -> Findings:
         "whole": max(options.num_decodes + options.length, at_least),
     }
     runs: dict[str, list[Gaps]] = {name: [] for name in budgets}
-    alone: dict[str, list[float]] = {name: [] for name in budgets}
+    predicted: dict[str, list[float]] = {name: [] for name in budgets}
     for at in range(setting.repeats):
         setting.say(f"run {at + 1} of {setting.repeats}")
         for name in sorted(budgets, reverse=at % 2 == 1):
-            alone[name].append(_step_of(lab, min(budgets[name], options.num_decodes + options.length), setting.seed))
+            tokens = min(budgets[name], options.num_decodes + options.length)
+            predicted[name].append(lab.step_s(tokens, options.num_decodes, _DECODE_PROMPT))
             runs[name].append(_measure(lab, budgets[name], options, setting.seed))
     rows = [
         Row(
@@ -99,11 +100,11 @@ def run(options: InterferenceOptions, setting: Setting) -> Findings:
         )
     ]
     for name, several in runs.items():
-        rows += _rows(f"prompts {name} (budget {budgets[name]:,})", several, statistics.median(alone[name]))
+        rows += _rows(f"prompts {name} (budget {budgets[name]:,})", several, statistics.median(predicted[name]))
     notes = [
         f"{options.num_prompts} prompts of {options.length:,} tokens ({options.prompt_len:,} / {options.scale:g}), one "
         "after the other",
-        "predicted: a step with as many tokens as the budget (one prompt, nothing else), measured in the same run",
+        "predicted: a step with these decodes that fills the budget, measured by itself in the same run",
     ]
     return Findings(title="decodes while long prompts arrive", rows=rows, notes=notes)
 
@@ -118,14 +119,6 @@ def _rows(what: str, several: Sequence[Gaps], predicted_s: float) -> list[Row]:
         Row(f"{what}: P99 ÷ predicted", p99 / predicted_s, ""),
         Row(f"{what}: TTFT of a prompt", statistics.median(statistics.fmean(g.prompts) for g in several), "s"),
     ]
-
-
-def _step_of(lab: Lab, num_tokens: int, seed: int) -> float:
-    """Seconds of one step that computes a prompt of so many tokens."""
-    core, recorder = lab.engine(max_num_batched_tokens=num_tokens, max_num_seqs=1)
-    core.begin_step([Add(bench_request("alone", _prompt(lab, num_tokens, seed), 1, 0.0))])
-    _sampled(core)
-    return recorder.steps[0].seconds
 
 
 def _measure(lab: Lab, budget: int, options: InterferenceOptions, seed: int) -> Gaps:

@@ -21,6 +21,7 @@ from pdserve.engine.build import build_core, make_core
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.kv_cache import PlainPool
+from pdserve.engine.profile import StepMeter
 from pdserve.engine.step import Add, Runner, RunnerOutput, SchedulerOutput, SequenceFailed, TokensSampled
 
 
@@ -149,6 +150,12 @@ class Lab:
         budget = config.max_num_batched_tokens or self._built.token_budget
         recorder = Recorder(self._built.core.runner)
         return make_core(config, recorder, self._built.num_pages, budget, self.max_model_len), recorder
+
+    def step_s(self, num_tokens: int, num_decodes: int, context: int) -> float:
+        """Seconds of one step: decodes with `context` tokens behind each, and the rest of the tokens in one chunk."""
+        built = self._built
+        meter = StepMeter(built.core.runner, built.layout.page_size, built.num_pages, context)
+        return meter.measure(num_tokens, num_decodes)
 
     def warm_up(self) -> None:
         """Computes a few tokens: a model's first steps are slower than the others."""
