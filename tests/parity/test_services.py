@@ -153,11 +153,14 @@ def test_logprobs_are_the_same_everywhere(disaggregated: Outcome, mixed: Outcome
         assert 0 > a.top[0].logprob >= a.top[1].logprob >= a.top[2].logprob
 
 
-@pytest.mark.parametrize("where", ["disaggregated", "mixed"])
-def test_sampling_parameters_equal_generate(where: str, request: pytest.FixtureRequest) -> None:
+def test_sampling_parameters_equal_generate(disaggregated: Outcome, mixed: Outcome) -> None:
     """Every choice and every log-probability, on whichever worker they were made."""
-    outcome: Outcome = request.getfixturevalue(where)
-    for case, want, got in zip(FEATURES, kept_features()[::3], outcome.features, strict=True):
+    for outcome in (disaggregated, mixed):
+        check_features(outcome.features)
+
+
+def check_features(results: list[Result]) -> None:
+    for case, want, got in zip(FEATURES, kept_features()[::3], results, strict=True):
         assert list(got.token_ids) == want.token_ids, case.name
         assert [p.chosen.logprob for p in got.logprobs] == pytest.approx(want.logprobs, abs=1e-4), case.name
         first, *others = got.prompt_logprobs
