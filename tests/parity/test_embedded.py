@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
 
+import jsonschema
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from pdserve import LLM, SamplingParams
+from pdserve import LLM, SamplingParams, StructuredOutputs
 from pdserve.core.hashing import choice_seed
 from pdserve.engine.model_store import BUILT_IN_MODEL
+from tests.engine_model.structures import schemas
 from tests.parity.prompts import PAGE_SIZE
 from tests.parity.reference import Reference, assert_parity, generate, references
+
+PET_CHAT = [{"role": "user", "content": "Describe a pet as JSON."}]
+PET = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["cat", "dog"]}, "age": {"type": "integer", "minimum": 0, "maximum": 30}},
+    "required": ["kind", "age"],
+    "additionalProperties": False,
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,3 +113,30 @@ def test_a_known_answer(llm: LLM) -> None:
 def test_the_reference_is_what_transformers_gives(expected: list[Reference]) -> None:
     again = expected if len(expected) == len(references()) else expected[::4]
     assert_parity(again, [r.token_ids for r in generate([r.prompt for r in again])])
+
+
+def structured(temperature: float, seed: int = 5, **form: object) -> SamplingParams:
+    constraint = StructuredOutputs(**form)  # type: ignore[arg-type]
+    return SamplingParams(structured_outputs=constraint, temperature=temperature, seed=seed, max_tokens=600)
+
+
+def test_the_model_answers_in_the_form(llm: LLM) -> None:
+    pattern = r"[A-Z][a-z]{2,5}, \d{1,2}"
+    forms = [structured(0.0, json=PET), structured(1.0, json=PET), structured(1.0, regex=pattern)]
+    done = llm.generate([PET_CHAT] * 3, forms)
+    for pet in done[:2]:
+        jsonschema.validate(json.loads(pet.text), PET)
+    assert re.fullmatch(pattern, done[2].text)
+    assert all(c.finish_reason == "stop" for c in done)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@given(schemas, st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_the_model_gives_valid_instances_of_random_schemas(
+    llm: LLM, schema: dict[str, object], seed: int, temperature: float
+) -> None:
+    [done] = llm.generate([PET_CHAT], structured(temperature, seed, json=schema))
+    assert done.finish_reason == "stop"
+    jsonschema.validate(json.loads(done.text), schema)

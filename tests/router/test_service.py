@@ -57,7 +57,7 @@ class Served:
 
         class Watched(Tokenizer):
             def __init__(self) -> None:
-                pass
+                self.can_constrain = True
 
             def encode(self, text: str) -> list[int]:
                 threads.append(threading.current_thread().name)
@@ -199,6 +199,29 @@ def test_prompt_in_each_form(fields: dict[str, object], expected: list[int]) -> 
         call = s.stub.Generate(generate(**fields))
         await s.submitted("r")
         assert list(s.worker.submits["r", 1].prompt_token_ids)[: len(expected)] == expected
+        call.cancel()
+        await s.gone("r")
+
+    run(test)
+
+
+def test_a_bad_structure_is_refused_before_a_worker_hears_of_it() -> None:
+    def asked(**form: object) -> common_pb2.SamplingParams:
+        return common_pb2.SamplingParams(max_tokens=3, structured_outputs=common_pb2.StructuredOutputs(**form))  # type: ignore[arg-type]
+
+    async def test(s: Served) -> None:
+        for form, word in (
+            ({"regex": "("}, "unclosed"),
+            ({"json": '{"type": "x"}'}, "Invalid type"),
+            ({}, "exactly one"),
+        ):
+            error = await error_of(s.stub.Generate(generate(sampling=asked(**form))).read())
+            assert (error.status, error.reason) == ("INVALID_ARGUMENT", "BAD_STRUCTURED_OUTPUTS")
+            assert word in error.message
+        assert not s.worker.submits
+        call = s.stub.Generate(generate(sampling=asked(regex="a+")))
+        await s.submitted("r")
+        assert s.worker.submits["r", 1].sampling.structured_outputs.regex == "a+"
         call.cancel()
         await s.gone("r")
 
