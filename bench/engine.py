@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "reservation": ("pdserve.bench.engine_reservation", "KV memory: paged on demand, maximum length, buddy blocks"),
     "scheduler": ("pdserve.bench.engine_scheduler", "CPU time of schedule and update; 100,000 sequences"),
     "interference": ("pdserve.bench.engine_interference", "decodes while long prompts arrive, chunked and not"),
+    "swap": ("pdserve.bench.engine_swap", "swap against recompute of a preempted sequence, and what the costs choose"),
 }
 
 

@@ -17,7 +17,7 @@ from pdserve.bench.workload import Item
 from pdserve.core.errors import EngineError
 from pdserve.core.request import Request
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.build import build_core, make_core
+from pdserve.engine.build import build_core, make_core, make_swap_space
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.kv_cache import PlainPool
@@ -137,19 +137,28 @@ class Lab:
     Attributes:
         vocab_size: Token ids are below it.
         max_model_len: Prompt and output tokens together, at most.
+        page_size: Tokens per page.
+        costs: Of preemption; None when the options leave no choice.
     """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
         self._built = build_core(config, PlainPool)
         self.vocab_size, self.max_model_len = self._built.vocab_size, self._built.max_model_len
+        self.page_size, self.costs = self._built.layout.page_size, self._built.preemption_costs
 
     def engine(self, **changes: object) -> tuple[EngineCore, Recorder]:
-        """A new engine with its own pages' bookkeeping; use one at a time, for they share the memory."""
+        """A new engine with its own pages' bookkeeping; use one at a time, for they share the memory.
+
+        Args:
+            **changes: Options that differ; `num_pages` and `swap_space_bytes` are at most what the lab has.
+        """
         config = replace(self._config, **changes)  # type: ignore[arg-type]
         budget = config.max_num_batched_tokens or self._built.token_budget
         recorder = Recorder(self._built.core.runner)
-        return make_core(config, recorder, self._built.num_pages, budget, self.max_model_len), recorder
+        num_pages = min(config.num_pages or self._built.num_pages, self._built.num_pages)
+        swap = make_swap_space(config, self._built.layout, self.costs)
+        return make_core(config, recorder, num_pages, budget, self.max_model_len, swap=swap), recorder
 
     def step_s(self, num_tokens: int, num_decodes: int, context: int) -> float:
         """Seconds of one step: decodes with `context` tokens behind each, and the rest of the tokens in one chunk."""
