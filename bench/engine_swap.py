@@ -107,7 +107,7 @@ def _cost(lab: Lab, mode: str, length: int, space: int, seed: int) -> float:
     core.begin_step([Add(bench_request("young", prompt, room, 1.0))])
     while "young" not in _sampled(core.step(_now())):
         pass
-    alone = [_seconds(core) for _ in range(2)]
+    alone = statistics.median(_seconds(core) for _ in range(5))
     core.begin_step([Add(bench_request("old", prompt[: 2 * size - 1] or prompt, room, 0.0))])
     while True:
         before = _num_preemptions(core)
@@ -124,7 +124,7 @@ def _cost(lab: Lab, mode: str, length: int, space: int, seed: int) -> float:
     core.begin_step([Abort("young")])
     core.step(_now())
     core.check()
-    return seconds - 2 * statistics.fmean(alone)
+    return seconds - 2 * alone
 
 
 def _seconds(core: EngineCore) -> float:
