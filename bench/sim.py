@@ -63,6 +63,7 @@ class Scenario:
         num_requests: Requests, at `request_rate` per second.
         prompt_tokens, output_tokens: Means; both are uniform within ± 90 %.
         page_size, num_pages, max_num_seqs, max_num_batched_tokens: Of every engine.
+        several: Fraction with n of 2 to 4.
         cancelled: Fraction that the client cancels or leaves, at a random moment.
         deadline_s: Deadline of half of the requests.
         kills, crashes, drains, stalls: Workers killed; engines failing; workers drained; workers cut off for a while.
@@ -84,6 +85,7 @@ class Scenario:
     num_pages: int = 96
     max_num_seqs: int = 12
     max_num_batched_tokens: int = 48
+    several: float = 0.0
     cancelled: float = 0.2
     deadline_s: float = 20.0
     kills: int = 1
@@ -114,6 +116,7 @@ class Scenario:
             num_pages=pages,
             max_num_seqs=rng.choice([2, 12, 64]),
             max_num_batched_tokens=rng.choice([64, 256]),
+            several=rng.choice([0.0, 0.0, 0.5]),
             cancelled=rng.choice([0.0, 0.2, 0.8]),
             deadline_s=rng.choice([1.0, 20.0]),
             kills=rng.randrange(3),
@@ -133,16 +136,16 @@ class Outcome:
     """What one client saw.
 
     Attributes:
-        tokens: In order.
+        choices: Tokens of each choice, in order.
         end: "stop", "length", "cancelled", the reason of an error, or "left"; None: nothing yet.
         took_s: Arrival to end.
-        expected: What a right engine gives.
+        expected: What a right engine gives, for every choice.
         deadline_s: The request's; None: it had none.
     """
 
     expected: list[int]
     deadline_s: float | None
-    tokens: list[int] = field(default_factory=list)
+    choices: list[list[int]]
     end: str | None = None
     took_s: float = math.inf
 
@@ -337,13 +340,14 @@ class Simulation:
     # ---- clients
 
     async def _client(self, request_id: str, item: Item) -> None:
-        s, rng = self._s, self._draws(request_id)
+        s, rng, draws = self._s, self._draws(request_id), self._draws(f"n of {request_id}")
+        n = draws.randint(2, 4) if draws.random() < s.several else 1
         expected = expected_tokens(item.prompt_token_ids, item.max_tokens)
-        sampling = common_pb2.SamplingParams(max_tokens=item.max_tokens, seed=1, ignore_eos=True)
+        sampling = common_pb2.SamplingParams(n=n, max_tokens=item.max_tokens, seed=1, ignore_eos=True)
         request = inference_pb2.GenerateRequest(request_id=request_id, sampling=sampling)
         request.tokens.token_ids.extend(item.prompt_token_ids)
         deadline_s = s.deadline_s * (0.05 + rng.random()) if rng.random() < 0.5 else None
-        outcome = self.report.outcomes[request_id] = Outcome(expected, deadline_s)
+        outcome = self.report.outcomes[request_id] = Outcome(expected, deadline_s, [[] for _ in range(n)])
         cancel, leave_after_s = rng.random() < s.cancelled, rng.expovariate(4)
         await self._clock.sleep(item.arrival_s)
         reading = asyncio.create_task(self._read(request_id, request, _Context(deadline_s), outcome))
@@ -359,7 +363,7 @@ class Simulation:
         except asyncio.CancelledError:
             outcome.end = "left"
         outcome.took_s = self._clock.now() - item.arrival_s
-        self._saw(request_id, f"{outcome.end} {outcome.tokens}".encode())
+        self._saw(request_id, f"{outcome.end} {outcome.choices}".encode())
 
     async def _read(self, name: str, request: inference_pb2.GenerateRequest, context: _Context, out: Outcome) -> None:
         grpc_s = None if out.deadline_s is None else out.deadline_s + GRPC_GRACE_S
@@ -383,9 +387,10 @@ class Simulation:
         if out.end is not None:
             self.report.problems.append(f"{name}: news after the end: {response}")
         if response.HasField("delta"):
-            if response.delta.index != len(out.tokens):
-                self.report.problems.append(f"{name}: index {response.delta.index} at {len(out.tokens)}")
-            out.tokens += response.delta.token_ids
+            tokens = out.choices[response.delta.choice]
+            if response.delta.index != len(tokens):
+                self.report.problems.append(f"{name}: index {response.delta.index} at {len(tokens)}")
+            tokens += response.delta.token_ids
         if response.HasField("finished"):
             reason = common_pb2.FinishReason.Name(response.finished.finish_reason)
             out.end = reason.removeprefix("FINISH_REASON_").lower()
@@ -395,10 +400,11 @@ class Simulation:
     async def _look(self) -> None:
         problems = self.report.problems
         for name, o in self.report.outcomes.items():
-            if o.tokens != o.expected[: len(o.tokens)]:
-                problems.append(f"{name}: wrong token: {o.tokens}, not {o.expected}")
-            if o.end in ("stop", "length") and o.tokens != o.expected:
-                problems.append(f"{name}: ended {o.end} after {len(o.tokens)} of {len(o.expected)} tokens")
+            for tokens in o.choices:
+                if tokens != o.expected[: len(tokens)]:
+                    problems.append(f"{name}: wrong token: {tokens}, not {o.expected}")
+                if o.end in ("stop", "length") and tokens != o.expected:
+                    problems.append(f"{name}: ended {o.end} after {len(tokens)} of {len(o.expected)} tokens")
             if o.end in (None, "INTERNAL", "BROKEN_STREAM"):
                 problems.append(f"{name}: ended {o.end}")
         for end, fault in (("CORRUPT_PAGE", "corrupt"), ("BAD_WATERMARK", ""), ("PAGES_OUT_OF_ORDER", "")):

@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
             stream = client.stream(prompt, **options)
         result = _print_stream(stream, quiet=args.json)
     if args.json:
-        print(json.dumps(asdict(result)))
+        print(json.dumps({name: value for name, value in asdict(result).items() if name != "choices"}))
     if args.timings:
         sys.stderr.write("\n".join(timing_lines(result.timings, result.usage)) + "\n")
     return 0

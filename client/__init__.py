@@ -16,6 +16,7 @@ from pdserve.client.errors import (
 )
 from pdserve.client.sync import Client, TokenStream
 from pdserve.client.types import (
+    Choice,
     Delta,
     ModelInfo,
     PositionLogprobs,
@@ -33,6 +34,7 @@ __all__ = [
     "AsyncClient",
     "AsyncTokenStream",
     "Cancelled",
+    "Choice",
     "Client",
     "DeadlineExceeded",
     "Delta",

@@ -95,7 +95,8 @@ def new_request_id() -> str:
 
 def to_delta(message: common_pb2.Delta) -> Delta:
     """A delta from its message."""
-    return Delta(message.index, tuple(message.token_ids), message.text, tuple(map(_position, message.logprobs)))
+    logprobs = tuple(map(_position, message.logprobs))
+    return Delta(message.index, tuple(message.token_ids), message.text, logprobs, message.choice)
 
 
 def to_prompt_logprobs(message: common_pb2.PromptLogprobs) -> tuple[PositionLogprobs, ...]:

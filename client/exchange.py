@@ -10,8 +10,9 @@ A request moves to the next router only on UNAVAILABLE and only before its first
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.client import convert
 from pdserve.client.errors import (
@@ -22,8 +23,8 @@ from pdserve.client.errors import (
     Unavailable,
     error_from_status,
 )
-from pdserve.client.types import Delta, PositionLogprobs, Result
-from pdserve.v1 import inference_pb2
+from pdserve.client.types import Choice, Delta, FinishReason, PositionLogprobs, Result
+from pdserve.v1 import common_pb2, inference_pb2
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
@@ -41,6 +42,25 @@ class Attempt:
     address: str
     request: inference_pb2.GenerateRequest
     timeout_s: float | None
+
+
+@dataclass(slots=True)
+class _Received:
+    """Output of one choice so far."""
+
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[PositionLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_reason: str = ""
+
+    def choice(self, echo: str, reason: FinishReason, stop_reason: str) -> Choice:
+        """All of it, after the prompt's text; reasons are the request's, for a choice whose own end was not told."""
+        if self.finish_reason is not None:
+            reason, stop_reason = self.finish_reason, self.stop_reason
+        return Choice(
+            echo + "".join(self.text), tuple(self.token_ids), reason, stop_reason or None, tuple(self.logprobs)
+        )
 
 
 class Exchange:
@@ -78,9 +98,9 @@ class Exchange:
         self._prompt_logprobs: list[PositionLogprobs | None] = []
         sampling = request.sampling
         self._scored = sampling.HasField("prompt_logprobs") or (sampling.echo and sampling.HasField("logprobs"))
-        self._text: list[str] = []
-        self._token_ids: list[int] = []
-        self._logprobs: list[PositionLogprobs] = []
+        self._echo = ""
+        self._num_choices = max(1, request.sampling.n)
+        self._choices: defaultdict[int, _Received] = defaultdict(_Received)
         self._result: Result | None = None
 
     @property
@@ -128,7 +148,7 @@ class Exchange:
         if kind == "prompt":
             return self._take_prompt(event.prompt)
         if kind == "delta":
-            return self._extend(convert.to_delta(event.delta))
+            return self._extend(event.delta)
         if kind == "finished":
             self._result = self._build(event.finished, self._accepted)
         return None  # an event of a newer server
@@ -164,24 +184,32 @@ class Exchange:
             if prompt.logprobs.position != len(told):
                 raise self._broken(f"prompt position {prompt.logprobs.position} after {len(told)}")
             self._prompt_logprobs = [*told, *convert.to_prompt_logprobs(prompt.logprobs)]
-        self._text.append(prompt.text)
+        self._echo += prompt.text
         return Delta(0, (), prompt.text) if prompt.text else None
 
-    def _extend(self, delta: Delta) -> Delta:
-        if delta.token_ids and delta.index != len(self._token_ids):
-            raise self._broken(f"output index {delta.index} after {len(self._token_ids)} tokens")
-        self._text.append(delta.text)
-        self._token_ids += delta.token_ids
-        self._logprobs += delta.logprobs
+    def _extend(self, message: common_pb2.Delta) -> Delta:
+        delta = convert.to_delta(message)
+        if delta.choice >= self._num_choices:
+            raise self._broken(f"choice {delta.choice} of {self._num_choices}")
+        received = self._choices[delta.choice]
+        if delta.token_ids and delta.index != len(received.token_ids):
+            raise self._broken(f"output index {delta.index} after {len(received.token_ids)} tokens")
+        received.text.append(delta.text)
+        received.token_ids += delta.token_ids
+        received.logprobs += delta.logprobs
+        received.finish_reason = convert.to_finish_reason(message.finish_reason)
+        received.stop_reason = message.stop_reason
         return delta
 
     def _build(self, finished: inference_pb2.Finished, accepted: inference_pb2.Accepted) -> Result:
         reason = convert.to_finish_reason(finished.finish_reason)
         if reason is None:
             raise self._broken(f"unknown finish reason {finished.finish_reason}; update pdserve")
+        end = (reason, finished.stop_reason)
+        choices = tuple(self._choices[i].choice(self._echo, *end) for i in range(self._num_choices))
         return Result(
-            text="".join(self._text),
-            token_ids=tuple(self._token_ids),
+            text=choices[0].text,
+            token_ids=choices[0].token_ids,
             finish_reason=reason,
             stop_reason=finished.stop_reason or None,
             usage=convert.to_usage(finished.usage),
@@ -189,8 +217,9 @@ class Exchange:
             request_id=accepted.request_id,
             model=accepted.model,
             seed=accepted.seed,
-            logprobs=tuple(self._logprobs),
+            logprobs=choices[0].logprobs,
             prompt_logprobs=tuple(self._prompt_logprobs or ([None] if self._scored else [])),
+            choices=choices,
         )
 
     def _broken(self, what: str) -> ServerError:

@@ -84,19 +84,21 @@ class PositionLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """New output of a stream.
+    """New output of a stream; with n > 1 of one of its choices.
 
     Attributes:
-        index: Output index of the first of `token_ids`, from 0.
+        index: Output index of the first of `token_ids`, from 0, within the choice.
         token_ids: New tokens, in order; one or several.
         text: New text; may be empty while a multi-byte character or a possible stop string is incomplete.
         logprobs: One entry per token when log-probabilities were asked for, else empty.
+        choice: Which of the request's n choices, from 0.
     """
 
     index: int
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[PositionLogprobs, ...] = ()
+    choice: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,8 @@ class Usage:
     """Tokens counted once per request.
 
     Attributes:
-        prompt_tokens: Tokens of the prompt.
-        completion_tokens: Tokens generated.
+        prompt_tokens: Tokens of the prompt; once, however many choices share it.
+        completion_tokens: Tokens generated, of all choices.
         cached_tokens: Prompt tokens whose KV came from a prefix cache.
     """
 
@@ -143,9 +145,28 @@ class Timings:
     e2e_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """All output of one of a request's n streams.
+
+    Attributes:
+        text: All generated text.
+        token_ids: All generated tokens.
+        finish_reason: "stop", "length" or "cancelled".
+        stop_reason: The stop string, or the stop token as decimal text, that matched; None if neither.
+        logprobs: One entry per token when log-probabilities were asked for, else empty.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    stop_reason: str | None
+    logprobs: tuple[PositionLogprobs, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """A finished request.
+    """A finished request. Text, tokens, reasons and log-probabilities are those of the first choice: all, unless n > 1.
 
     Attributes:
         text: All generated text; with `echo` after that of the prompt.
@@ -159,6 +180,7 @@ class Result:
         seed: Seed in force: yours, or the one that the router drew; repeat with it to get the same tokens.
         logprobs: One entry per token when log-probabilities were asked for, else empty.
         prompt_logprobs: One entry per prompt token when they were asked for, else empty; the first is None.
+        choices: All n of them.
     """
 
     text: str
@@ -172,6 +194,7 @@ class Result:
     seed: int
     logprobs: tuple[PositionLogprobs, ...] = ()
     prompt_logprobs: tuple[PositionLogprobs | None, ...] = ()
+    choices: tuple[Choice, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

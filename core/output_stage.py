@@ -1,8 +1,10 @@
-"""OutputState: the output of one sequence on its way from the engine to the router.
+"""The output of a request's choices on its way from the engine to the router.
 
 The engine gives token ids; here they become text, stop strings end the stream, and log-probabilities and usage are put
 into messages. Runs on the event loop, never on the step thread. A sequence that moves to another worker is rebuilt
 there with `skip`, from the tokens that the client already has.
+
+`OutputState` is one choice; `OutputStates` all of a request, whose messages say whose they are.
 """
 
 from __future__ import annotations
@@ -132,6 +134,70 @@ def prompt_output(
     """
     told = common_pb2.PromptLogprobs(position=first, logprobs=map(_position, logprobs))
     return worker_pb2.SequenceOutput(fence=fence, prompt_logprobs=told)
+
+
+class OutputStates:
+    """A request's choices. Arguments are those of `OutputState`.
+
+    With n = 1 messages are those of the one; else each delta names its choice and carries the choice's end, and
+    `finished` comes once, with the last end.
+    """
+
+    def __init__(
+        self, fence: common_pb2.Fence, tokenizer: Tokenizer, params: SamplingParams, num_prompt_tokens: int
+    ) -> None:
+        self._states = [OutputState(fence, tokenizer, params, num_prompt_tokens) for _ in range(params.n)]
+        self._ends: dict[int, worker_pb2.SequenceFinished] = {}
+
+    def __getitem__(self, choice: int) -> OutputState:
+        return self._states[choice]
+
+    @property
+    def num_choices(self) -> int:
+        """How many there are."""
+        return len(self._states)
+
+    def has_ended(self, choice: int) -> bool:
+        """Nothing more is to be told of this one."""
+        return choice in self._ends
+
+    def push(
+        self,
+        choice: int,
+        token_ids: Sequence[int],
+        logprobs: Sequence[PositionLogprobs] = (),
+        *,
+        finish_reason: FinishReason | None = None,
+        stop_token_id: int | None = None,
+        num_cached_tokens: int = 0,
+    ) -> Output:
+        """Takes new tokens of one choice, which has not ended; see `OutputState.push`.
+
+        Returns:
+            Its news; the message says `finished` only when all choices have ended.
+        """
+        out = self._states[choice].push(
+            token_ids,
+            logprobs,
+            finish_reason=finish_reason,
+            stop_token_id=stop_token_id,
+            num_cached_tokens=num_cached_tokens,
+        )
+        message = out.message
+        if out.finish_reason is not None:
+            self._ends[choice] = ended = worker_pb2.SequenceFinished()
+            ended.CopyFrom(message.finished)
+        if len(self._states) == 1:
+            return out
+        message.delta.choice = choice
+        if out.finish_reason is not None:
+            message.delta.finish_reason = message.finished.finish_reason
+            message.delta.stop_reason = message.finished.stop_reason
+            message.ClearField("finished")
+            if len(self._ends) == len(self._states):
+                message.finished.CopyFrom(self._ends[0])
+                message.finished.usage.completion_tokens = sum(e.usage.completion_tokens for e in self._ends.values())
+        return out
 
 
 def _position(at: PositionLogprobs) -> common_pb2.PositionLogprobs:

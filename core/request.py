@@ -10,6 +10,7 @@ from pdserve.core.sampling import SamplingParams
 
 MAX_PRIORITY = 100
 """Bounds how long priorities can make anybody wait."""
+_CHOICE_MARK = "#"
 
 
 class Role(StrEnum):
@@ -100,10 +101,20 @@ class Request:
             *(
                 replace(
                     first,
-                    key=f"{self.key}#{i}",
+                    key=f"{self.key}{_CHOICE_MARK}{i}",
                     sampling=replace(first.sampling.without_prompt(), seed=choice_seed(seed, i)),
                     emitted_token_ids=(),
                 )
                 for i in range(1, sampling.n)
             ),
         )
+
+
+def split_key(key: str) -> tuple[str, int]:
+    """The key of the whole request and the choice, of a key that `Request.choices` gave.
+
+    Args:
+        key: Of a request whose own key has no "#".
+    """
+    whole, _, choice = key.partition(_CHOICE_MARK)
+    return whole, int(choice or 0)

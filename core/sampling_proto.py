@@ -32,14 +32,7 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         values["logit_bias"] = {token: _shortest(bias) for token, bias in message.logit_bias.items()}
     if message.HasField("structured_outputs"):
         values["structured_outputs"] = _structured_from_proto(message.structured_outputs)
-    params = SamplingParams(**values)  # type: ignore[arg-type]
-    if params.n > 1:
-        raise UnimplementedError(
-            f"sampling parameter 'n' = {params.n} is supported by the embedded LLM only so far; send {params.n} "
-            "requests instead",
-            reason="UNSUPPORTED_PARAMETER",
-        )
-    return params
+    return SamplingParams(**values)  # type: ignore[arg-type]
 
 
 def sampling_to_proto(params: SamplingParams) -> common_pb2.SamplingParams:

@@ -78,10 +78,10 @@ class StreamRecord:
         self._prefills = submit.part != common_pb2.ROLE_DECODE
         self._decodes = submit.part != common_pb2.ROLE_PREFILL
         self._arrival_s = self._decode_began_s = self._last_s = arrival_s
+        self._choices: dict[int, tuple[int, float]] = {}  # tokens, and when the last of them came
         self._started_s: float | None = None
         self._first_s: float | None = None
         self._transfer_began_s: float | None = None
-        self._num_tokens = 0
         self._queued, self._ended = True, False
         self._prefill_events: list[SpanEvent] = []
         self.timings = common_pb2.Timings()
@@ -121,13 +121,21 @@ class StreamRecord:
         began, self._transfer_began_s = self._transfer_began_s or now, None
         self._span(KV_TRANSFER, began, now, error=error)
 
-    def sampled(self, num_tokens: int, step_began: float, now: float, num_cached_tokens: int = 0) -> None:
-        """A step gave tokens; with the first come the prompt tokens had by prefix reuse."""
+    @property
+    def _num_tokens(self) -> int:
+        """Tokens of the choice that has most: they come side by side."""
+        return max((num for num, _ in self._choices.values()), default=0)
+
+    def sampled(
+        self, num_tokens: int, step_began: float, now: float, num_cached_tokens: int = 0, choice: int = 0
+    ) -> None:
+        """A step gave tokens of a choice; with the first come the prompt tokens had by prefix reuse."""
         self._metrics.generation_tokens.inc(num_tokens)
-        self._num_tokens += num_tokens
-        if self._first_s is not None:
-            self._metrics.itl_seconds.observe(now - self._last_s)
-        else:
+        num_before, last_s = self._choices.get(choice, (0, None))
+        self._choices[choice] = (num_before + num_tokens, now)
+        if last_s is not None:
+            self._metrics.itl_seconds.observe(now - last_s)
+        if self._first_s is None:
             self._first_s = now
             self._metrics.cached_tokens.inc(num_cached_tokens)
             self._decode_began_s = now if self._prefills else step_began

@@ -13,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CancelledError, EngineError, PdserveError
-from pdserve.core.output_stage import OutputState
-from pdserve.core.request import Request
+from pdserve.core.output_stage import OutputStates
+from pdserve.core.request import Request, split_key
 from pdserve.core.session import RouterSession
 from pdserve.core.streams import Load, StepBatch, Stream, StreamTable, load_message, observe_step, send_aborted
 from pdserve.core.submission import ModelLimits, check_part, read_request, sequence_key
@@ -139,7 +139,7 @@ class StreamService(ABC, Generic[S, E]):
         for stream in self._streams.of_session(session):
             self._end(stream)
 
-    def _read(self, message: worker_pb2.Submit, parts: Sequence[common_pb2.Role]) -> tuple[Request, OutputState]:
+    def _read(self, message: worker_pb2.Submit, parts: Sequence[common_pb2.Role]) -> tuple[Request, OutputStates]:
         """Checks a submission and ends what lives under older fences of its request.
 
         Raises:
@@ -151,14 +151,14 @@ class StreamService(ABC, Generic[S, E]):
         request = read_request(message, self._limits)
         for older in self._streams.up_to(message.fence):
             self._end(older)
-        output = OutputState(message.fence, self._tokenizer, request.sampling, len(request.prompt_token_ids))
-        output.skip(request.emitted_token_ids)
+        output = OutputStates(message.fence, self._tokenizer, request.sampling, len(request.prompt_token_ids))
+        output[0].skip(request.emitted_token_ids)
         return request, output
 
     def _on_step(self, step: Step[E]) -> None:
         batch, now = StepBatch(), self._clock.now()
         for event in step.events:
-            if stream := self._streams.get(event.key):
+            if stream := self._streams.get(split_key(event.key)[0]):
                 self._on_event(stream, event, batch, now, now - step.duration_s)
         batch.send(step.step, step.load)
         observe_step(self._metrics, step.load, step.num_tokens, step.duration_s)

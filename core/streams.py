@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.core.errors import PdserveError
-from pdserve.core.output_stage import OutputState
+from pdserve.core.output_stage import OutputStates
 from pdserve.core.request import Request
 from pdserve.core.session import RouterSession, fence_order, refusal
 from pdserve.core.stream_record import StreamRecord
@@ -28,7 +28,7 @@ class Stream:
         submit: What the router asked.
         request: The same for the engine.
         session: Who asked.
-        output: Text and offsets so far.
+        output: Text and offsets so far, of every choice.
         record: Where its time went.
         silent: True: nothing more is sent.
         ending: True: the engine was, or will be, told to abort it.
@@ -38,7 +38,7 @@ class Stream:
     submit: worker_pb2.Submit
     request: Request
     session: RouterSession
-    output: OutputState
+    output: OutputStates
     record: StreamRecord
     silent: bool = False
     ending: bool = False
@@ -46,7 +46,7 @@ class Stream:
 
     @property
     def key(self) -> str:
-        """Its name in the engine."""
+        """Its name in the engine; with n > 1 that of its first choice, of which the others' are derived."""
         return self.request.key
 
     def fail(self, error: PdserveError) -> None:

@@ -68,6 +68,8 @@ def read_request(message: worker_pb2.Submit, limits: ModelLimits) -> Request:
             f"{len(emitted)} tokens are emitted and max_tokens is {sampling.max_tokens}: nothing is left to generate",
             reason="BAD_SUBMIT",
         )
+    if emitted and sampling.n > 1:
+        raise RequestError("a submission with n > 1 cannot have emitted tokens", reason="BAD_SUBMIT")
     return Request(
         key=sequence_key(message.fence),
         prompt_token_ids=prompt,

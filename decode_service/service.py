@@ -1,5 +1,8 @@
 """Decode: reserves pages, pulls KV into them, generates, and streams. A MIXED submission is computed here as a whole.
 
+A request with n > 1 is several sequences, forked from one prompt: its transfer moves the prompt's KV once, and each
+choice, the first too, samples its first token here.
+
 Life of a stream here, and who says so:
 
     Submit          -> DECODE: Reserve;  MIXED: Add                                     (router)
@@ -16,11 +19,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityError, EngineError, PdserveError, TransferError
 from pdserve.core.output_stage import prompt_output
+from pdserve.core.request import split_key
 from pdserve.core.session import RouterSession
 from pdserve.core.stream_record import StreamRecord
 from pdserve.core.stream_service import Step, StreamService
@@ -53,13 +57,15 @@ PARTS = (common_pb2.ROLE_DECODE, common_pb2.ROLE_MIXED)
 
 @dataclass(eq=False, kw_only=True)
 class DecodeStream(Stream):
-    """One output.
+    """One output, of one or several choices.
 
     Attributes:
         transfer: Set while pages may still be written.
+        living: Engine keys of the choices that the engine may still have.
     """
 
     transfer: IncomingTransfer | None = None
+    living: set[str] = field(default_factory=set)
 
 
 class DecodeService(StreamService[DecodeStream, Event]):
@@ -95,9 +101,18 @@ class DecodeService(StreamService[DecodeStream, Event]):
         request, output = self._read(message, PARTS)
         now = self._clock.now()
         mixed = message.part == common_pb2.ROLE_MIXED
-        self._engine.send(Add(request) if mixed else Reserve(request, now + self._reserve_wait_s))
-        record = StreamRecord(self._metrics, self._tracing, message, now)
-        self._streams.add(DecodeStream(submit=message, request=request, session=session, output=output, record=record))
+        first, *forks = request.choices()
+        add = Add(first, forks=tuple(forks)) if mixed else Reserve(first, now + self._reserve_wait_s)
+        self._engine.send(add)
+        stream = DecodeStream(
+            submit=message,
+            request=request,
+            session=session,
+            output=output,
+            record=StreamRecord(self._metrics, self._tracing, message, now),
+            living={first.key, *(fork.key for fork in forks)} if mixed else {first.key},
+        )
+        self._streams.add(stream)
 
     def renew(self, session: RouterSession, transfer_ids: Sequence[str]) -> None:
         """See `SessionHandler`; a decode worker has no leases."""
@@ -142,9 +157,8 @@ class DecodeService(StreamService[DecodeStream, Event]):
             case ReservationRefused():
                 self._on_refused(stream, event)
             case SequenceAborted():
-                stream.answer_aborted(event.known)
-                self._streams.remove(stream)
-            case SequenceFailed():
+                self._left(stream, event.key, event.known)
+            case SequenceFailed() if not stream.output.has_ended(split_key(event.key)[1]):
                 self._fail(stream, PdserveError(event.message, reason=event.reason, status=event.status))
                 self._end(stream)
 
@@ -190,8 +204,8 @@ class DecodeService(StreamService[DecodeStream, Event]):
         """Waits until nothing writes the pages any more; then they are VALID or freed."""
         try:
             result = await transfer.result()
-            if not result.finished and result.index != stream.output.num_tokens:
-                message = f"prefill sent output index {result.index}; {stream.output.num_tokens} was expected"
+            if not result.finished and result.index != stream.output[0].num_tokens:
+                message = f"prefill sent output index {result.index}; {stream.output[0].num_tokens} was expected"
                 raise TransferError(message, reason="INDEX_MISMATCH")
         except TransferError as e:
             stream.transfer = None
@@ -207,30 +221,40 @@ class DecodeService(StreamService[DecodeStream, Event]):
             stream.silent = True
             self._free(stream)
             return
-        stream.output.skip([result.token_id])
-        self._tell(Activate(stream.key, result.token_id))
+        _, *forks = stream.request.choices()
+        if forks:
+            stream.living.update(fork.key for fork in forks)
+            self._tell(Activate(stream.key, None, tuple(forks)))
+        else:
+            stream.output[0].skip([result.token_id])
+            self._tell(Activate(stream.key, result.token_id))
 
     # ---- output ------------------------------------------------------------
 
     def _on_tokens(
         self, stream: DecodeStream, event: TokensSampled, batch: StepBatch, now: float, step_began: float
     ) -> None:
+        _, choice = split_key(event.key)
+        if stream.output.has_ended(choice):
+            return  # a stop string ended it while this step was being computed
         out = stream.output.push(
+            choice,
             event.token_ids,
             event.logprobs,
             finish_reason=event.finish_reason,
             stop_token_id=event.stop_token_id,
             num_cached_tokens=event.num_cached_tokens,
         )
-        stream.record.sampled(out.num_tokens, step_began, now, event.num_cached_tokens)
-        if out.finish_reason is not None:
+        stream.record.sampled(out.num_tokens, step_began, now, event.num_cached_tokens, choice)
+        if out.message.HasField("finished"):
+            assert out.finish_reason is not None
             stream.record.finished(out.finish_reason, now)
             out.message.timings.CopyFrom(stream.record.timings)
-            stream.silent = True
-            if out.stopped_early:
-                self._free(stream)  # the engine does not know that it ended
-            else:
-                self._streams.remove(stream)
+            stream.silent = stream.ending = True
+        if out.stopped_early:
+            self._tell(Abort(event.key))  # the engine does not know that it ended
+        elif out.finish_reason is not None:
+            self._left(stream, event.key, True)
         batch.add(stream.session, out.message)
 
     # ---- ends ------------------------------------------------------------
@@ -242,9 +266,17 @@ class DecodeService(StreamService[DecodeStream, Event]):
             self._tasks.create_task(stream.transfer.abort(reason))  # `_receive` frees the pages then
 
     def _free(self, stream: DecodeStream) -> None:
-        """Lets the engine free the pages; `SequenceAborted` follows."""
+        """Lets the engine free the pages; a `SequenceAborted` of each choice follows."""
         stream.ending = True
-        self._tell(Abort(stream.key))
+        for key in sorted(stream.living):
+            self._tell(Abort(key))
+
+    def _left(self, stream: DecodeStream, key: str, known: bool) -> None:
+        """The engine has nothing more of this choice; with the last one the stream is over."""
+        stream.living.discard(key)
+        if not stream.living:
+            stream.answer_aborted(known or stream.output.num_choices > 1)
+            self._streams.remove(stream)
 
     def _tell(self, command: Command) -> None:
         with contextlib.suppress(EngineError):  # `run` hears of it too, and ends every stream

@@ -134,8 +134,8 @@ class EngineCore:
                 scheduler.mark_reserved(key)
             case Reserve(request, expires_s):
                 scheduler.reserve(request, expires_s)
-            case Activate(key, token_id):
-                scheduler.activate(key, token_id)
+            case Activate(key, token_id, forks):
+                scheduler.activate(key, token_id, forks)
             case Abort(key):
                 scheduler.abort(key)
             case ReleaseLease(key):

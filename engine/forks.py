@@ -4,12 +4,19 @@
     forks  WAITING_FORK ────────────────┴─ share ──▶ WAITING, with the prompt's pages, or without when there is no room
 
 A leader that ends before that leaves its forks to the first of them. Afterwards nothing ties them: a fork without pages
-computes its prompt as any sequence does, so that no order of ends, aborts and preemptions can leave one waiting.
+computes its prompt as any sequence does, so that no order of ends, aborts and preemptions can leave one waiting. Where
+the prompt's KV was pulled the leader has it from the start.
 """
 
 from __future__ import annotations
 
+from pdserve.core.request import Request
 from pdserve.engine.sequence import Sequence, SequenceState
+
+
+def same_prefix(a: Request, b: Request) -> bool:
+    """Says whether one may fork from the other."""
+    return a.prompt_token_ids == b.prompt_token_ids and a.cache_salt == b.cache_salt
 
 
 def lead(family: list[Sequence]) -> Sequence | None:

@@ -149,6 +149,28 @@ class Holdings:
         seq.num_computed = seq.num_initial
         self.publish(seq)
 
+    def reopen(self, seq: Sequence) -> None:
+        """Takes the last token of a validated sequence back: it will be computed once more, for what comes after it.
+
+        Where others may share its page that happens on a copy; without room for one the sequence computes everything.
+        """
+        seq.num_computed = seq.num_initial - 1
+        index, rest = divmod(seq.num_computed, self._page_size)
+        if index >= seq.num_published:
+            return
+        if len(seq.page_table) == index + 1:
+            if not self.can_give(1):
+                self.take_back(seq)
+                seq.num_computed = 0
+                return
+            self.give(seq, 1)
+        page = seq.page_table.pop(index)
+        seq.capacity, seq.num_published = len(seq.page_table) * self._page_size, index
+        if rest:
+            seq.copy_from = page
+        else:
+            self._pool.release([page])
+
     def publish(self, seq: Sequence) -> None:
         """Lets others share the full pages whose KV is computed (after the step's fence) or validated."""
         num_full = seq.num_computed // self._page_size

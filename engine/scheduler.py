@@ -18,7 +18,7 @@ from __future__ import annotations
 from pdserve.core.request import FinishReason, Request
 from pdserve.engine.batching import Batching, ContinuousBatching, Padding
 from pdserve.engine.chunks import Chunks, SchedulerLimits
-from pdserve.engine.forks import lead, release_forks
+from pdserve.engine.forks import lead, release_forks, same_prefix
 from pdserve.engine.holdings import Holdings
 from pdserve.engine.lines import Policy, age
 from pdserve.engine.page_pool import PagePool
@@ -89,7 +89,7 @@ class Scheduler:
         self, request: Request, handoff: bool = False, reserved: bool = False, forks: tuple[Request, ...] = ()
     ) -> None:
         """Queues a request, and those that fork from its prompt; one that can never run fails at once."""
-        assert not (handoff and forks) and all(f.prompt_token_ids == request.prompt_token_ids for f in forks)
+        assert not (handoff and forks) and all(same_prefix(f, request) for f in forks)
         family = (self._new_sequence(r, handoff, reserved) for r in (request, *forks))
         self._enqueue_family([seq for seq in family if seq])
 
@@ -111,21 +111,26 @@ class Scheduler:
         self._queues.enter(seq)
         self._announce(seq)
 
-    def activate(self, key: str, token_id: int) -> None:
-        """A granted reservation's pages are VALID: the sequence runs on after a token sampled elsewhere."""
+    def activate(self, key: str, token_id: int | None, forks: tuple[Request, ...] = ()) -> None:
+        """A granted reservation's pages are VALID: it runs on after a token sampled elsewhere, or samples it itself."""
         seq = self._sequences.get(key)
         if seq is None:
             return
         if not seq.granted:
             self._fail(seq, "INTERNAL", "NOT_RESERVED", f"sequence {key} was activated without a reservation")
             return
-        seq.tokens.append(token_id)
-        if seq.finish_reason() is not None:
+        if token_id is not None:
+            seq.tokens.append(token_id)
+        if token_id is not None and seq.finish_reason() is not None:
             self._fail(seq, "INVALID_ARGUMENT", "NOTHING_TO_GENERATE", f"token {token_id} already ended sequence {key}")
             return
         self._pages.validate(seq)
         seq.started = True
         seq.goal = len(seq.tokens)
+        lead([seq, *(fork for r in forks if (fork := self._new_sequence(r, False, False)))])
+        self._fork(seq)
+        if token_id is None:
+            self._pages.reopen(seq)
         self._enqueue(seq)
 
     def abort(self, key: str) -> None:
@@ -323,7 +328,7 @@ class Scheduler:
         self._policy.sampled(seq)
         reason = seq.finish_reason()
         # Announced pages may be read right now: they stay leased even if this token ends the request.
-        ended = reason is not None and not seq.num_announced
+        ended = reason is not None and not seq.num_announced and not seq.shared
         if ended:
             self._finish(seq)
         self._events.append(

@@ -77,6 +77,7 @@ class Sequence:
         granted: WAITING_KV: pages are set aside.
         expires_s: WAITING_KV: when a reservation without pages is refused.
         released: Handoff: no reader will come.
+        shared: Handoff: other choices need the prompt's pages too, so that its own end is not theirs.
         started: Its first step has run.
         arrived: The policy knows it.
         admitted: It has started once, or was granted its reservation: from then on it goes by age, not by policy.
@@ -114,6 +115,7 @@ class Sequence:
         "request",
         "reserved",
         "sampling",
+        "shared",
         "started",
         "state",
         "stop_ids",
@@ -155,6 +157,7 @@ class Sequence:
         self.granted = False
         self.expires_s = 0.0
         self.released = False
+        self.shared = handoff and sampling.n > 1
         self.started = False
         self.arrived = False
         self.admitted = False

@@ -214,11 +214,13 @@ class Activate:
 
     Attributes:
         key: The reserved sequence.
-        token_id: Sampled by the prefill worker; never sampled again.
+        token_id: Sampled by the prefill worker; never sampled again. None: the sequence samples its first token itself.
+        forks: As those of `Add`: they begin at once, after the prompt whose KV has come.
     """
 
     key: str
-    token_id: int
+    token_id: int | None
+    forks: tuple[Request, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,8 +268,8 @@ class TokensSampled:
         index: Output index of the first of `token_ids`.
         token_ids: New tokens, in order; not empty.
         logprobs: One per token, or empty when not asked for.
-        finish_reason: Set when this ends the sequence. Its pages are free, unless some were announced: those wait for
-            `ReleaseLease`.
+        finish_reason: Set when this ends the sequence. Its pages are free, unless some were announced or, with n > 1,
+            are to be handed off: those wait for `ReleaseLease`.
         stop_token_id: The token that matched, when it was an end-of-sequence or stop token.
         num_cached_tokens: Prompt tokens that came from the prefix cache when the sequence first started: a preemption
             adds none, and where the KV was pulled there are none.

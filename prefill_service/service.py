@@ -197,7 +197,11 @@ class PrefillService(StreamService[PrefillStream, Event]):
                 self._end(stream, "ENGINE_FAILED")
 
     def _on_token(self, stream: PrefillStream, event: TokensSampled, batch: StepBatch, now: float) -> None:
+        if stream.output.num_choices > 1:
+            self._on_prompt(stream, event, batch, now)
+            return
         out = stream.output.push(
+            0,
             event.token_ids,
             event.logprobs,
             finish_reason=event.finish_reason,
@@ -214,6 +218,21 @@ class PrefillService(StreamService[PrefillStream, Event]):
         if out.finish_reason is not None:
             self._complete(stream, out.finish_reason, now)
             stream.silent = True
+
+    def _on_prompt(self, stream: PrefillStream, event: TokensSampled, batch: StepBatch, now: float) -> None:
+        """The prompt of several choices is computed: the router hears the times, decode samples all first tokens."""
+        stream.token = (event.token_ids[0], event.index, False)
+        stream.lease_until_s = now + self._lease_s
+        if not stream.silent:
+            stream.record.sampled(0, now, now, event.num_cached_tokens)
+            batch.add(
+                stream.session,
+                worker_pb2.SequenceOutput(
+                    fence=stream.submit.fence,
+                    timings=stream.record.timings,
+                    cached_tokens=event.num_cached_tokens,
+                ),
+            )
 
     def _on_pages(self, stream: PrefillStream, event: PagesReady, now: float) -> None:
         if stream.token is not None and stream.token[2]:

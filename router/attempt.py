@@ -6,6 +6,7 @@ A (prefill, decode) pair:
       └──REFUSED──▶ Refused (P aborted; the caller queues the request again)
 
 Token 1 is released only once D said RESERVED, or if it ends the request. What D sends before token 1 came from P waits.
+With n > 1 P's message has no token: D samples the first one of each choice.
 Every index and every text offset must follow what was released: a gap or a repeat fails the request and is never passed
 on.
 """
@@ -120,6 +121,7 @@ class Attempt:
         self._alive = set(route.worker_ids)
         self._reserved = route.prefill is None
         self._first: Output | None = None
+        self._first_passed = False
         self._early: deque[Output] = deque()
 
     async def run(self) -> Outcome:
@@ -196,7 +198,7 @@ class Attempt:
             return None
         if self._route.prefill is not None and event.worker_id == self._route.prefill.worker_id:
             return self._from_prefill(event)
-        if self._route.prefill is not None and not self._progress.num_tokens:
+        if self._route.prefill is not None and not self._first_passed:
             self._early.append(event)
             return None
         return self._from_decode(event)
@@ -230,8 +232,11 @@ class Attempt:
         return Refused(self._route.decode.worker_id, result.retry_after_ms / 1000)
 
     def _from_prefill(self, event: Output) -> Outcome | None:
-        if self._first is not None or not event.output.delta.token_ids:
-            raise self._broken(f"prefill worker {event.worker_id} sent token {event.output.delta.index} too many")
+        num_tokens = len(event.output.delta.token_ids)
+        if self._first is not None or (num_tokens > 0) != (self._request.sampling.n == 1):
+            raise self._broken(
+                f"prefill worker {event.worker_id} sent {num_tokens} tokens from index {event.output.delta.index}"
+            )
         assert self._route.prefill is not None
         self._first = event
         self._table.computed(self._route.prefill.worker_id, self._key)
@@ -240,12 +245,13 @@ class Attempt:
     def _release(self) -> Outcome | None:
         """Token 1 goes out when both halves are there; then what D sent early."""
         first = self._first
-        if first is None or self._progress.num_tokens:
+        if first is None or self._first_passed:
             return None
         ends = first.output.HasField("finished")
         if not (self._reserved or ends):
             return None
         self._pass_on(first)
+        self._first_passed = True
         if ends:
             self._alive.discard(first.worker_id)
             return Completed(first.output.finished)
@@ -281,11 +287,15 @@ class Attempt:
         if output.HasField("timings"):
             self._progress.measured(output.timings)
         if not output.HasField("delta"):
+            self._progress.num_cached_tokens = output.cached_tokens  # of a prompt for several choices
             return
-        delta, released = output.delta, self._progress
+        delta = output.delta
+        if delta.choice >= self._request.sampling.n:
+            raise self._broken(f"worker {event.worker_id} sent choice {delta.choice} of {self._request.sampling.n}")
         num_told = len(self._request.prompt_token_ids) if self._request.sampling.prompt_logprobs is not None else 1
-        if released.num_told < num_told:
-            raise self._broken(f"worker {event.worker_id} sent output after {released.num_told} prompt positions")
+        if self._progress.num_told < num_told:
+            raise self._broken(f"worker {event.worker_id} sent output after {self._progress.num_told} prompt positions")
+        released = self._progress.choices[delta.choice]
         if delta.token_ids and delta.index != released.num_tokens:
             raise self._broken(
                 f"worker {event.worker_id} sent output index {delta.index}, expected {released.num_tokens}"
@@ -294,7 +304,7 @@ class Attempt:
             raise self._broken(
                 f"worker {event.worker_id} sent text offset {delta.text_offset}, expected {released.num_chars}"
             )
-        released.release(delta, output.cached_tokens)
+        self._progress.release(delta, output.cached_tokens)
 
     def _named(self, error: PdserveError) -> PdserveError:
         """Names the workers: what one of them saw may be the other's death."""

@@ -1,6 +1,6 @@
 """What a request waits for, in one queue: news of its workers, its cancellation, and changes of the worker table.
 
-Bounded by the request itself: a worker sends at most `max_tokens` deltas per attempt.
+Bounded by the request itself: a worker sends at most `max_tokens` deltas per choice and attempt.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ class Orchestrator:
             trace=trace,
             stream=stream,
             recorder=recorder,
-            progress=Progress(self._clock, arrival_s, stream, recorder, trace),
+            progress=Progress(self._clock, arrival_s, stream, recorder, trace, admitted.sampling.n),
             accepted=asyncio.get_running_loop().create_future(),
         )
         self._open[admitted.request_id] = request

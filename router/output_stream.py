@@ -1,4 +1,4 @@
-"""What a request gives to its client: of its prompt, if asked for, deltas in order, then exactly one terminal event.
+"""What a request gives to its client: news of its prompt, if asked for, each choice's deltas in order, one end.
 
 The request's life never waits for the reader. What a slow reader has not taken is merged, so that the number of waiting
 messages stays small; its tokens are bounded by the request's `max_tokens`, what is told of its prompt by admission.
@@ -23,6 +23,7 @@ class OutputStream:
     def __init__(self) -> None:
         self._prompt: deque[common_pb2.PromptLogprobs] = deque()
         self._deltas: deque[common_pb2.Delta] = deque()
+        self._newest: dict[int, common_pb2.Delta] = {}  # of those that wait, by choice
         self._terminal: Terminal | None = None
         self._news = asyncio.Event()
 
@@ -35,13 +36,15 @@ class OutputStream:
     def put(self, delta: common_pb2.Delta) -> None:
         """Adds output. The delta belongs to the stream from now on."""
         assert self._terminal is None, "output after the terminal event"
-        last = self._deltas[-1] if self._deltas else None
+        last = self._newest.get(delta.choice)
         if last is not None and len(last.token_ids) + len(delta.token_ids) <= MAX_MERGED_TOKENS:
             last.token_ids.extend(delta.token_ids)
             last.text += delta.text
             last.logprobs.extend(delta.logprobs)
+            last.finish_reason, last.stop_reason = delta.finish_reason, delta.stop_reason
         else:
             self._deltas.append(delta)
+            self._newest[delta.choice] = delta
         self._news.set()
 
     def finish(self, terminal: Terminal) -> None:
@@ -62,7 +65,10 @@ class OutputStream:
         if self._prompt:
             return self._prompt.popleft()
         if self._deltas:
-            return self._deltas.popleft()
+            delta = self._deltas.popleft()
+            if self._newest[delta.choice] is delta:
+                del self._newest[delta.choice]
+            return delta
         if isinstance(self._terminal, PdserveError):
             raise self._terminal
         assert self._terminal is not None

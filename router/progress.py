@@ -1,6 +1,8 @@
-"""What was released of one request, and when: output index, timings and usage. Lives over attempts."""
+"""What was released of one request, and when: output indices, timings and usage. Lives over attempts."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from pdserve.core.clock import Clock
 from pdserve.router.output_stream import OutputStream
@@ -9,6 +11,21 @@ from pdserve.router.trace import RequestTrace
 from pdserve.v1 import common_pb2
 
 _WORKER_TIMINGS = ("prefill_s", "transfer_s", "transfer_hidden_s", "transfer_bytes", "decode_s")
+
+
+@dataclass(slots=True)
+class Released:
+    """What was released of one choice.
+
+    Attributes:
+        num_tokens: Tokens; also the next output index.
+        num_chars: Characters of text; also the next text offset.
+        last_s: When its last tokens were.
+    """
+
+    num_tokens: int = 0
+    num_chars: int = 0
+    last_s: float | None = None
 
 
 class Progress:
@@ -20,10 +37,11 @@ class Progress:
         stream: Where deltas go.
         recorder: Hears of the first token.
         trace: Hears of every release.
+        num_choices: Output streams of the request.
 
     Attributes:
-        num_tokens: Tokens released; also the next output index.
-        num_chars: Characters of text released; also the next text offset.
+        num_tokens: Tokens released, of all choices.
+        choices: The same for each.
         num_told: Leading prompt positions whose log-probabilities were released; the first has none.
         num_cached_tokens: Prompt tokens had by prefix reuse, as the worker of the first released token counted them;
             what later attempts and decode workers find in their caches is not counted again.
@@ -31,10 +49,16 @@ class Progress:
     """
 
     def __init__(
-        self, clock: Clock, arrival_s: float, stream: OutputStream, recorder: Recorder, trace: RequestTrace
+        self,
+        clock: Clock,
+        arrival_s: float,
+        stream: OutputStream,
+        recorder: Recorder,
+        trace: RequestTrace,
+        num_choices: int = 1,
     ) -> None:
         self.num_tokens = 0
-        self.num_chars = 0
+        self.choices = [Released() for _ in range(num_choices)]
         self.num_told = 1
         self.num_cached_tokens = 0
         self.queue_s = 0.0
@@ -69,20 +93,21 @@ class Progress:
         """
         at_s = self._clock.now()
         count = len(delta.token_ids)
+        choice = self.choices[delta.choice]
         if count:
             if self._first_s is None:
                 self._first_s = at_s
-                self.num_cached_tokens = num_cached_tokens
+                self.num_cached_tokens = max(self.num_cached_tokens, num_cached_tokens)
                 self._recorder.decoding()
                 self._trace.first_token(at_s - self._arrival_s)
-                self._trace.tokens(count, None)
             else:
                 self._second_s = at_s if self._second_s is None else self._second_s
-                self._trace.tokens(count, at_s - self._last_s)
-            self._last_s = at_s
+            self._trace.tokens(count, None if choice.last_s is None else at_s - choice.last_s)
+            self._last_s = choice.last_s = at_s
             self.num_tokens += count
-        self.num_chars += len(delta.text)
-        if count or delta.text:
+            choice.num_tokens += count
+        choice.num_chars += len(delta.text)
+        if count or delta.text or delta.finish_reason:
             self._stream.put(delta)
 
     def measured(self, timings: common_pb2.Timings) -> None:
@@ -100,8 +125,9 @@ class Progress:
         t.e2e_s = self._clock.now() - self._arrival_s
         if self._first_s is not None:
             t.ttft_s = self._first_s - self._arrival_s
-            if self._second_s is not None and t.transfer_bytes:  # else nothing was handed off
+            # Else nothing was handed off between the two, for with several choices it was before the first.
+            if self._second_s is not None and t.transfer_bytes and len(self.choices) == 1:
                 t.handoff_gap_s = self._second_s - self._first_s
-            if self.num_tokens > 1:
-                t.tpot_s = (self._last_s - self._first_s) / (self.num_tokens - 1)
+            if (longest := max(c.num_tokens for c in self.choices)) > 1:  # they come side by side
+                t.tpot_s = (self._last_s - self._first_s) / (longest - 1)
         return t

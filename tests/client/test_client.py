@@ -62,6 +62,41 @@ def test_generate_gives_the_whole_result(face: str) -> None:
     assert sent.sampling.HasField("temperature") and not sent.sampling.HasField("top_p")
 
 
+def _choice(choice: int, index: int, token: int, text: str, reason: int = 0, stop: str = "") -> Any:
+    event = delta(index, [token], text)
+    event.delta.choice, event.delta.finish_reason, event.delta.stop_reason = choice, reason, stop
+    return event
+
+
+@faces
+def test_n_choices_come_mixed_and_the_result_has_them_all(face: str) -> None:
+    def script(request: Any, context: Any) -> Any:
+        yield accepted(request)
+        yield _choice(1, 0, 20, "x", common_pb2.FINISH_REASON_LENGTH)
+        yield _choice(0, 0, 10, "a")
+        yield _choice(0, 1, 11, "b", common_pb2.FINISH_REASON_STOP, "2")
+        yield finished(3)
+
+    with serving(script) as (_, address):
+        result = ask(face, address, "Hi", n=3)
+    assert [(c.text, c.token_ids, c.finish_reason, c.stop_reason) for c in result.choices] == [
+        ("ab", (10, 11), "stop", "2"),
+        ("x", (20,), "length", None),
+        ("", (), "stop", "2"),
+    ]
+    assert (result.text, result.token_ids, result.finish_reason) == ("ab", (10, 11), "stop")
+
+
+@faces
+def test_a_choice_that_was_not_asked_for_breaks_the_stream(face: str) -> None:
+    def script(request: Any, context: Any) -> Any:
+        yield accepted(request)
+        yield _choice(2, 0, 20, "x")
+
+    with serving(script) as (_, address), pytest.raises(ServerError, match="choice 2 of 2"):
+        ask(face, address, "Hi", n=2)
+
+
 def test_stream_gives_deltas_then_the_result() -> None:
     with serving(hello) as (router, address), Client(address) as client:
         stream = client.stream(prompt_token_ids=[1, 2])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pdserve.core.output_stage import OutputState
+from pdserve.core.output_stage import OutputState, OutputStates
 from pdserve.core.request import FinishReason, PositionLogprobs, TokenLogprob
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.tokenizer import Tokenizer
@@ -68,3 +68,27 @@ def test_logprobs_follow_their_tokens() -> None:
     out = _state(stop=("t2",), logprobs=2).push([1, 2, 3], [at(1), at(2), at(3)]).message
     assert [p.chosen.token_id for p in out.delta.logprobs] == [1, 2]
     assert out.delta.logprobs[0].top[1].logprob == -2.0
+
+
+def test_choices_have_their_own_offsets_and_ends_and_one_end_together() -> None:
+    params = SamplingParams(n=2, stop=("t2",))
+    states = OutputStates(FENCE, Tokenizer.fake(100), params, num_prompt_tokens=4)
+    first = states.push(1, [1]).message
+    assert (first.delta.choice, first.delta.index, first.delta.finish_reason) == (1, 0, 0)
+    stopped = states.push(1, [2])
+    assert stopped.stopped_early and states.has_ended(1) and not states.has_ended(0)
+    assert (stopped.message.delta.index, stopped.message.delta.text, stopped.message.delta.text_offset) == (1, " ", 3)
+    assert stopped.message.delta.finish_reason == common_pb2.FINISH_REASON_STOP
+    assert stopped.message.delta.stop_reason == "t2" and not stopped.message.HasField("finished")
+    last = states.push(0, [5, 6, 7], finish_reason=FinishReason.LENGTH, num_cached_tokens=3).message
+    assert (last.delta.choice, last.delta.index, last.delta.text_offset) == (0, 0, 0)
+    assert last.delta.finish_reason == last.finished.finish_reason == common_pb2.FINISH_REASON_LENGTH
+    usage = last.finished.usage
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.cached_tokens) == (4, 5, 3)
+
+
+def test_messages_of_one_choice_are_those_of_its_state() -> None:
+    states = OutputStates(FENCE, Tokenizer.fake(100), SamplingParams(), num_prompt_tokens=4)
+    assert states.push(0, [1]) == (alone := _state()).push([1])
+    end = {"finish_reason": FinishReason.LENGTH}
+    assert states.push(0, [2], **end) == alone.push([2], **end)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ BAD_REQUESTS = [
     ("token id out of range", {"prompt_token_ids": [10**9]}, InvalidRequest, "1000000000"),
     ("unknown model", {"model": "no-such-model"}, NotFound, "test-model"),
     ("bad request id", {"request_id": "a b"}, InvalidRequest, "request_id"),
-    ("n 2", {"n": 2}, Unimplemented, "n"),
+    ("n 17", {"n": 17}, InvalidRequest, "n"),
     ("presence_penalty", {"presence_penalty": 0.5}, Unimplemented, "presence_penalty"),
     ("frequency_penalty", {"frequency_penalty": 0.5}, Unimplemented, "frequency_penalty"),
     ("repetition_penalty", {"repetition_penalty": 1.5}, Unimplemented, "repetition_penalty"),

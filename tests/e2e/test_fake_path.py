@@ -50,6 +50,24 @@ def test_tokens_are_right_at_page_and_chunk_borders(where: str, request: pytest.
 
 
 @pytest.mark.parametrize("where", ["disaggregated", "mixed"])
+def test_several_choices(where: str, request: pytest.FixtureRequest) -> None:
+    deployment: Deployment = request.getfixturevalue(where)
+    with deployment.client() as client:
+        for length, n in ((1, 16), (33, 3), (3000, 4)):
+            prompt = prompt_of(length)
+            result = client.generate(prompt_token_ids=prompt, max_tokens=20, n=n)
+            assert [list(c.token_ids) for c in result.choices] == [expected_tokens(prompt, 20)] * n
+            assert {c.finish_reason for c in result.choices} == {"length"}
+            assert (result.usage.prompt_tokens, result.usage.completion_tokens) == (length, 20 * n)
+        stream = client.stream(prompt_token_ids=prompt_of(100), max_tokens=5000, n=4, ignore_eos=True)
+        seen: set[int] = set()
+        while len(seen) < 4:
+            seen.add(next(iter(stream)).choice)
+        stream.close()
+    assert_all_free(deployment)
+
+
+@pytest.mark.parametrize("where", ["disaggregated", "mixed"])
 def test_one_token_requests(where: str, request: pytest.FixtureRequest) -> None:
     deployment: Deployment = request.getfixturevalue(where)
     with deployment.client() as client:

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pdserve.core.hashing import choice_seed
 from pdserve.core.request import Request
 from pdserve.engine.fake import expected_tokens
 from pdserve.engine.page_pool import PageState
-from pdserve.engine.step import Abort, Add, RunnerOutput, SequenceAborted, SequenceFailed, TokensSampled
+from pdserve.engine.step import (
+    Abort,
+    Activate,
+    Add,
+    MarkReserved,
+    PagesReady,
+    ReleaseLease,
+    Reserve,
+    Reserved,
+    RunnerOutput,
+    SequenceAborted,
+    SequenceFailed,
+    TokensSampled,
+)
 from tests.engine.engines import Engine, Streams, request
 
 
@@ -151,6 +166,45 @@ def test_a_runner_that_fails_ends_a_whole_family() -> None:
     events = engine.step().events
     assert sorted(e.key for e in events if isinstance(e, SequenceFailed)) == ["f0", "f1", "f2"]
     assert engine.pool.num_free == 32
+
+
+@pytest.mark.parametrize("num_pages", [10, 64])
+@pytest.mark.parametrize("num_prompt", [1, 4, 5, 16, 30])
+@pytest.mark.parametrize("max_tokens", [1, 9])
+def test_a_prompt_is_handed_off_once_for_all_choices(num_prompt: int, num_pages: int, max_tokens: int) -> None:
+    prefill, decode = Engine(16), Engine(num_pages)
+    one = request("a", range(num_prompt), max_tokens)
+    whole = replace(one, sampling=replace(one.sampling, n=3))
+    first, *forks = whole.choices()
+    pages = next(e.pages for e in decode.step(Reserve(first, 5.0)).events if isinstance(e, Reserved))
+    watermarks = [
+        e for e in prefill.run(Add(whole, handoff=True, reserved=True)) if isinstance(e, PagesReady)
+    ]  # whether its own first token ends the first choice or not
+    assert watermarks[-1].complete
+    decode.pull(prefill, [page for e in watermarks for page in e.pages], pages)
+    prefill.step(ReleaseLease("a"))
+    counts = count_computed(decode)
+    streams = Streams(decode.step(Activate("a", None, tuple(forks))).events)
+    if max_tokens > 1 and num_pages == 64:  # who computes the last token once more does so on no page that others share
+        table = decode.core._scheduler._sequences["a"].page_table
+        assert (table[(num_prompt - 1) // 4] == pages[-1].page_id) == (num_prompt % 4 != 0)
+    streams.read(decode.run())
+    streams.check([first, *forks])
+    assert list(streams.first_index.values()) == [0, 0, 0]
+    if num_pages == 64:
+        assert sum(counts) == 3 * max_tokens  # no prompt but its last token
+    assert (prefill.pool.num_free, decode.pool.num_free) == (16, num_pages)
+
+
+def test_a_shared_hand_off_whose_token_ends_it_keeps_its_pages_until_a_destination_comes() -> None:
+    engine = Engine(16)
+    one = request("a", range(9), 1)
+    events = engine.run(Add(replace(one, sampling=replace(one.sampling, n=2)), handoff=True))
+    assert Streams(events).finished == {"a": "length"} and engine.pool.num_free == 13
+    (ready,) = engine.step(MarkReserved("a")).events
+    assert isinstance(ready, PagesReady) and ready.complete and len(ready.pages) == 3
+    engine.step(ReleaseLease("a"))
+    assert engine.pool.num_free == 16
 
 
 def test_seeds_of_choices_stay_what_they_are() -> None:

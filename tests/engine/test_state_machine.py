@@ -90,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.kind: dict[str, str] = {}
         self.live: set[str] = set()
         self.granted: dict[str, Reserved] = {}
+        self.num_forks: dict[str, int] = {}  # of reservations
         self.announced: dict[str, list[PageRef]] = {}
         self.complete: set[str] = set()
         self.unread: set[str] = set()  # ended or released: nobody reads their pages
@@ -120,14 +121,24 @@ class EngineMachine(RuleBasedStateMachine):
         level=st.sampled_from([0, 0, 1]),
         wait_s=st.integers(0, 20),
         salt=st.sampled_from(["", "", "salt"]),
+        num_forks=st.sampled_from([0, 0, 1, 3]),
     )
     def enter(
-        self, kind: str, prompt: list[int], max_tokens: int, emitted: int, level: int, wait_s: int, salt: str
+        self,
+        kind: str,
+        prompt: list[int],
+        max_tokens: int,
+        emitted: int,
+        level: int,
+        wait_s: int,
+        salt: str,
+        num_forks: int,
     ) -> str:
         max_tokens += kind == "reservation"  # the token that came with the pages is not the last
         r = self.new(kind, prompt, max_tokens, emitted, level, salt)
         if kind == "reservation":
             self.commands.append(Reserve(r, self.engine.now + wait_s))
+            self.num_forks[r.key] = num_forks if not emitted else 0
         else:
             self.commands.append(Add(r, handoff=kind != "local", reserved=kind == "handoff"))
         return r.key
@@ -180,8 +191,13 @@ class EngineMachine(RuleBasedStateMachine):
         events = self.source.run(Add(r, handoff=True, reserved=True))
         pages, first = [p for e in events if isinstance(e, PagesReady) for p in e.pages], reserved.num_cached_pages
         self.engine.pull(self.source, pages[first:], reserved.pages[first:])
-        self.streams.read(events)
         self.source.step(ReleaseLease(key))
+        if num_forks := self.num_forks[key]:  # all sample their first tokens here
+            prompt = list(r.prompt_token_ids)
+            forks = [self.new("local", prompt, 1 + i, 0, 0, r.cache_salt) for i in range(num_forks)]
+            self.commands.append(Activate(key, None, tuple(forks)))
+            return
+        self.streams.read(events)
         self.commands.append(Activate(key, self.streams.tokens[key][0]))
 
     @rule(num_steps=st.integers(1, 12))

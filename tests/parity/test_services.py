@@ -12,6 +12,7 @@ import pytest
 
 from pdserve.client import AsyncClient
 from pdserve.client.types import Result
+from pdserve.core.hashing import choice_seed
 from pdserve.core.layout import KVLayout
 from pdserve.engine.model_store import BUILT_IN_MODEL, resolve_model
 from tests.parity.features import CASES, NUM_TOKENS, Case
@@ -38,6 +39,8 @@ class Outcome:
     left: list[tuple[int, ...]]
     with_logprobs: Result
     features: list[Result]
+    choices: Result
+    single: list[Result]
 
 
 def prompt_options(reference: Reference) -> dict:
@@ -91,7 +94,13 @@ async def run_all(address: str, expected: list[Reference]) -> Outcome:
         alone = [await ask(client, first[i], seed=i, **SAMPLED) for i in range(0, len(first), 5)]
         with_logprobs = await ask(client, first[1], temperature=0, max_tokens=4, logprobs=3)
         features = await asyncio.gather(*(ask_case(client, case) for case in FEATURES))
-    return Outcome(list(greedy_results), list(together), alone, list(left), with_logprobs, features)
+        choices, *single = await asyncio.gather(
+            ask(client, first[1], seed=11, n=3, **SAMPLED),
+            *(ask(client, first[1], seed=choice_seed(11, i), **SAMPLED) for i in range(3)),
+        )
+    return Outcome(
+        list(greedy_results), list(together), alone, list(left), with_logprobs, features, choices, list(single)
+    )
 
 
 def outcome_of(directory: Path, workers: list[str], expected: list[Reference], threads: int) -> Outcome:
@@ -139,6 +148,14 @@ def test_seeded_sampling_is_the_same_everywhere(disaggregated: Outcome, mixed: O
     assert len({r.token_ids for r in mixed.together}) == len(mixed.together) > 10
     for outcome in (disaggregated, mixed):
         assert [r.token_ids for r in outcome.alone] == [r.token_ids for r in outcome.together[::5]]
+
+
+def test_choices_are_what_requests_with_their_seeds_give(disaggregated: Outcome, mixed: Outcome) -> None:
+    for outcome in (disaggregated, mixed):
+        assert [c.token_ids for c in outcome.choices.choices] == [r.token_ids for r in outcome.single]
+        assert [c.text for c in outcome.choices.choices] == [r.text for r in outcome.single]
+    assert [r.token_ids for r in disaggregated.single] == [r.token_ids for r in mixed.single]
+    assert len({r.token_ids for r in mixed.single}) > 1
 
 
 def test_logprobs_are_the_same_everywhere(disaggregated: Outcome, mixed: Outcome) -> None:

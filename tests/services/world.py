@@ -99,7 +99,7 @@ async def start_worker(role: Role, worker_id: str, engine: EngineConfig, config:
 
 @dataclass
 class Heard:
-    """What one worker said of one attempt."""
+    """What one worker said of one attempt; tokens and text of its first choice."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -156,7 +156,7 @@ class Router:
 
     def _take_output(self, heard: Heard, output: worker_pb2.SequenceOutput) -> None:
         assert heard.finished is None and heard.failed is None, f"news after the end: {heard} {output}"
-        if output.HasField("delta"):
+        if output.HasField("delta") and not output.delta.choice:
             if heard.token_ids:
                 assert output.delta.text_offset >= len(heard.text)
             heard.token_ids += output.delta.token_ids

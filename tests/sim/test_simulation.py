@@ -64,6 +64,12 @@ def test_all_faults_at_once(seed: int) -> None:
     assert report.faults["kill"] + report.faults["crash"] + report.faults["drain"] >= 1
 
 
+def test_requests_with_several_choices() -> None:
+    quiet = Scenario(seed=1, num_requests=30, num_mixed=1, several=0.7, deadline_s=1000.0, stalled=0.0, **QUIET)
+    assert check(quiet).ends == {"length": 30}
+    check(Scenario(seed=2, num_requests=40, num_mixed=1, num_pages=48, several=0.7))
+
+
 def test_a_corrupt_page_fails_its_transfer() -> None:
     scenario = Scenario(seed=3, num_requests=40, **{**QUIET, "corrupt": 0.05})
     report = check(scenario)
