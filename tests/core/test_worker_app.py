@@ -112,6 +112,9 @@ def test_a_whole_life(redis_url):
                 await eventually(draining)
                 await router.send(abort=worker_pb2.Abort(fence=fence("busy")))
                 assert await router.receive("aborted")  # a running sequence goes on while draining
+                while not (await router.receive("heartbeat")).leaving:
+                    pass
+                await router.close()
                 with pytest.raises(PdserveError) as raised:
                     await router.receive("step_outputs")
                 assert raised.value.reason == "WORKER_STOPPED"
