@@ -49,9 +49,11 @@ class Samples:
         self._router.set_info(router_id="router-0", model="test-model")
         for worker in self._workers:
             worker.set_info(worker_id="worker-0", incarnation="00", model="test-model")
+        self._times = 0
 
     def grow(self) -> None:
         """What a little traffic would do to every metric."""
+        self._times += 1
         for owner in (self._router, *self._workers):
             for metric in vars(owner).values():
                 if isinstance(metric, Counter | Gauge | Histogram) and not metric._labelnames:
@@ -64,10 +66,10 @@ class Samples:
             worker.observe_load(num_running=3, num_waiting=2, num_free_pages=60, num_pages=100, num_pending_tokens=128)
             worker.observe_step(duration_s=0.02, num_tokens=64)
             worker.observe_preemptions(
-                num_recomputes=2,
-                num_swaps=3,
-                swapped_out_bytes=4096,
-                swapped_in_bytes=2048,
+                num_recomputes=2 * self._times,
+                num_swaps=3 * self._times,
+                swapped_out_bytes=4096 * self._times,
+                swapped_in_bytes=2048 * self._times,
                 num_host_pages=8,
                 num_free_host_pages=7,
             )
