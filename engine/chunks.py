@@ -5,6 +5,8 @@
 2. In the order in which they are dealt (running ones by age, then those that start) each takes what it needs; a long
    prompt no more than its cap, so that those behind it get some too.
 3. What is left in the end goes to the long ones after all, in the same order.
+4. Prompts whose log-probabilities are asked take `SCORED_TOKENS` of a step together, whatever is left: a row of logits
+   for each of their tokens costs many times what the token does, and the token budget does not know.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pdserve.engine.sequence import Sequence
+
+SCORED_TOKENS = 64
+"""Tokens per step of prompts whose log-probabilities are asked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,13 +58,14 @@ class Chunks:
         sequences: Those dealt some, in order.
     """
 
-    __slots__ = ("_limits", "_num_long", "_num_tokens", "left", "sequences")
+    __slots__ = ("_left_scored", "_limits", "_num_long", "_num_tokens", "left", "sequences")
 
     def __init__(self, limits: SchedulerLimits, num_decodes: int) -> None:
         budget = limits.max_num_batched_tokens
         self.left = max(budget - num_decodes, min(limits.page_size, budget))
         self.sequences: list[Sequence] = []
         self._limits = limits
+        self._left_scored = SCORED_TOKENS
         self._num_long = 0
         self._num_tokens: list[int] = []
 
@@ -79,8 +85,12 @@ class Chunks:
         if seq.long and wanted > 1:
             self._num_long += 1
             cap = self._limits.long_tokens or wanted
+        if seq.scores_prompt:
+            cap = min(cap, self._left_scored)
         if num_tokens := max(least, min(wanted, cap, self.left)):
             self.left = max(0, self.left - num_tokens)
+            if seq.scores_prompt:
+                self._left_scored = max(0, self._left_scored - num_tokens)
             self.sequences.append(seq)
             self._num_tokens.append(num_tokens)
 
@@ -88,6 +98,8 @@ class Chunks:
         """Tokens of each of `sequences`, with what was left."""
         if self._num_long and self.left:
             for i, seq in enumerate(self.sequences):
+                if seq.scores_prompt:
+                    continue
                 more = min(self.left, seq.goal - seq.num_computed - self._num_tokens[i])
                 self._num_tokens[i] += more
                 self.left -= more

@@ -20,6 +20,8 @@ from pdserve.engine.step import SampledToken, SamplingFailure, ScheduledSequence
 
 _FIRST_SORTED = 256
 """Tokens that are sorted at first to find the nucleus of top_p; more only when they do not hold it."""
+_BLOCK = 16
+"""Prompt positions whose log-probabilities are computed at once; more would leave the caches of a CPU."""
 _BAD_LOGITS = SamplingFailure(
     "BAD_LOGITS",
     "the model produced logits that are not finite for this request; its weights or the KV it read are damaged, or "
@@ -153,15 +155,33 @@ def position_logprobs(logits: Tensor, token_id: int, num_top: int) -> PositionLo
         token_id: The chosen token.
         num_top: Likeliest tokens to report.
     """
-    logprobs = torch.log_softmax(logits.float(), dim=0)
-    chosen = logprobs[token_id]
-    rank = 1 + int((logprobs > chosen).sum()) + int((logprobs[:token_id] == chosen).sum())
-    ids = _largest(logprobs, min(num_top, logprobs.shape[0])) if num_top else logprobs.new_empty(0, dtype=torch.int64)
-    top = zip(ids.tolist(), logprobs[ids].tolist(), strict=True)
-    return PositionLogprobs(
-        TokenLogprob(token_id, float(chosen), rank),
-        tuple(TokenLogprob(token, value, i) for i, (token, value) in enumerate(top, 1)),
-    )
+    return _rows_logprobs(logits[None], [token_id], num_top)[0]
+
+
+def _rows_logprobs(logits: Tensor, token_ids: Seq[int], num_top: int) -> list[PositionLogprobs]:
+    """`position_logprobs` of `[num_rows, vocab_size]` at once, with one token per row."""
+    logprobs = torch.log_softmax(logits.float(), dim=1)
+    tops = _tops(logprobs, num_top) if num_top else [()] * len(token_ids)
+    told = []
+    for row, token, top in zip(logprobs, token_ids, tops, strict=True):
+        chosen = row[token]
+        rank = 1 + int((row[:token] >= chosen).sum()) + int((row[token:] > chosen).sum())
+        told.append(PositionLogprobs(TokenLogprob(token, float(chosen), rank), top))
+    return told
+
+
+def _tops(logprobs: Tensor, num_top: int) -> list[tuple[TokenLogprob, ...]]:
+    """The likeliest tokens of `[num_rows, vocab_size]`, row by row."""
+    num_top = min(num_top, logprobs.shape[1])
+    values, ids = torch.topk(logprobs, min(num_top + 1, logprobs.shape[1]), dim=1)
+    tied = (values[:, num_top - 1] == values[:, -1]).tolist() if values.shape[1] > num_top else [False] * len(ids)
+    ids = ids[:, :num_top].sort(dim=1).values
+    values, order = logprobs.gather(1, ids).sort(dim=1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    for at in (at for at, is_tied in enumerate(tied) if is_tied):  # which of several equals topk takes is not said
+        ids[at] = _largest(logprobs[at], num_top)
+    rows = zip(ids.tolist(), values.tolist(), strict=True)
+    return [tuple(TokenLogprob(t, v, rank) for rank, (t, v) in enumerate(zip(*row, strict=True), 1)) for row in rows]
 
 
 def prompt_logprobs(logits: Tensor, sequences: Seq[ScheduledSequence]) -> dict[int, tuple[PositionLogprobs, ...]]:
@@ -174,10 +194,15 @@ def prompt_logprobs(logits: Tensor, sequences: Seq[ScheduledSequence]) -> dict[i
     Returns:
         By index of the sequence.
     """
-    told, row = {}, 0
+    told: dict[int, tuple[PositionLogprobs, ...]] = {}
+    row = 0
     for at, seq in enumerate(sequences):
         if (asked := seq.prompt) is not None:
             tokens = seq.known[asked.first : asked.last + 1]
-            told[at] = tuple(position_logprobs(logits[row + i], t, asked.num_top) for i, t in enumerate(tokens))
-            row += len(tokens)
+            positions: list[PositionLogprobs] = []
+            for first in range(0, len(tokens), _BLOCK):
+                block = tokens[first : first + _BLOCK]
+                positions += _rows_logprobs(logits[row : row + len(block)], block, asked.num_top)
+                row += len(block)
+            told[at] = tuple(positions)
     return told

@@ -205,6 +205,11 @@ class Sequence:
         return PromptLogprobs(self.key, asked.first, logprobs)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Log-probabilities of its prompt are still to be told."""
+        return self.sampling.prompt_logprobs is not None and self.num_told < self.num_prompt
+
+    @property
     def unreserved(self) -> bool:
         """A hand-off whose destination has no pages yet: nobody but this engine reaches its pages."""
         return self.handoff and not self.reserved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.chunks import SchedulerLimits
+from pdserve.engine.chunks import SCORED_TOKENS, SchedulerLimits
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.scheduler import Scheduler
@@ -83,6 +83,14 @@ def test_a_long_prompt_is_passed_by_short_ones_only_while_another_long_one_is_co
             if key in left:
                 left[key] -= num
     assert left == {"long0": 0, "long1": 0}
+
+
+def test_prompts_that_are_scored_take_few_tokens_of_a_step_together() -> None:
+    s = scheduler(budget=200, long_tokens=100, max_num_long=3)
+    for i, key in enumerate(("a", "b")):
+        s.add(request(key, range(110), 2, arrival_s=i, prompt_logprobs=0))
+    s.add(request("plain", range(150), 2, arrival_s=2))
+    assert advance(s) == {"a": SCORED_TOKENS, "b": 1, "plain": 135}  # who starts gets a token in any case
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.sampler import filtered_probabilities, position_logprobs
+from pdserve.engine.sampler import filtered_probabilities, position_logprobs, prompt_logprobs
 from pdserve.engine.sampler import sample as sample_rows
-from pdserve.engine.step import SampledToken, SamplingFailure, ScheduledSequence
+from pdserve.engine.step import PromptPositions, SampledToken, SamplingFailure, ScheduledSequence
 
 GREEDY = SamplingParams(temperature=0.0)
 LOGITS = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3]))
@@ -103,6 +104,29 @@ def test_equal_logprobs_are_ranked_by_id() -> None:
     logprobs = position_logprobs(torch.zeros(300), 2, 4)
     assert logprobs.chosen.rank == 3
     assert [(t.token_id, t.rank) for t in logprobs.top] == [(0, 1), (1, 2), (2, 3), (3, 4)]
+
+
+@pytest.mark.parametrize("num_top", [0, 1, 5, 300])
+@pytest.mark.parametrize("levels", [3, 40, 10**6])  # many equals, some at the border, none
+def test_a_prompts_logprobs_are_those_of_each_position_alone(levels: int, num_top: int) -> None:
+    torch.manual_seed(levels)
+    logits = torch.randint(levels, (41, 300)) * (8 / levels)
+    tokens = torch.randint(300, (43,)).tolist()
+    plain = ScheduledSequence("plain", 0, tokens[:3], [], None, 0, tokens[:3], 3)
+    rows = [
+        plain,
+        *(replace(plain, known=tokens[at:], prompt=PromptPositions(1, num, num_top)) for at, num in ((0, 38), (38, 3))),
+    ]
+    told = prompt_logprobs(logits, rows)
+    assert {at: len(positions) for at, positions in told.items()} == {1: 38, 2: 3}
+    exact = torch.log_softmax(logits.double(), dim=1).tolist()
+    predicted = [*tokens[1:39], *tokens[39:42]]
+    for row, token, position in zip(exact, predicted, [*told[1], *told[2]], strict=True):
+        best = sorted(range(300), key=lambda i: (-round(row[i], 9), i))
+        assert (position.chosen.token_id, position.chosen.rank) == (token, 1 + best.index(token))
+        assert [(t.token_id, t.rank) for t in position.top] == [(t, i) for i, t in enumerate(best[:num_top], 1)]
+        for t in (position.chosen, *position.top):
+            assert t.logprob == pytest.approx(row[t.token_id], abs=1e-5)
 
 
 @pytest.mark.parametrize("temperature", [1e-320, 1e-300, 1e-9])
