@@ -274,6 +274,7 @@ def test_the_pool_and_the_options_bound_the_length(tiny_dir: Path) -> None:
         build_core(config(tiny_dir, device="cuda"), PlainPool)
 
 
+@pytest.mark.slow
 def test_idle_threads_of_the_model_do_not_spin(tiny_dir: Path) -> None:
     """OpenMP reads its settings when torch is loaded, so only a fresh process can show them."""
     code = f"from pdserve import LLM; LLM({str(tiny_dir)!r}, threads=2, max_num_batched_tokens=64)"
