@@ -38,7 +38,7 @@ class Batching(Protocol):
         Args:
             now: Monotonic seconds.
             num_members: Sequences in the batch, padding included.
-            num_waiting: Sequences that could start.
+            num_waiting: Sequences that could start; for a fixed batch, with the forks that wait for their prompt.
         """
         ...
 
@@ -76,7 +76,8 @@ class ContinuousBatching:
 
 
 class FixedBatching:
-    """One batch after the other. What the budget keeps out of a batch's first step joins in the steps after it.
+    """One batch after the other. What the budget keeps out of a batch's first step, and the forks of its members, join
+    in the steps after it.
 
     Args:
         size: Slots.
@@ -103,7 +104,8 @@ class FixedBatching:
             if self._since is not None and num_waiting < self._size and now < self._since + self._window_s:
                 self._opens = self._since + self._window_s
             else:
-                self._room = min(self._size, num_waiting)
+                self._room = self._size
+        self._room = min(self._room, num_waiting)  # of those counted some may have been aborted
         return self._room
 
     def join(self, num: int) -> None:

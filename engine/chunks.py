@@ -78,10 +78,11 @@ class Chunks:
         """Gives a sequence its share.
 
         Args:
-            seq: A sequence that runs, dealt once per step.
+            seq: A sequence that runs and has tokens to compute, dealt once per step.
             least: Tokens that it gets in any case.
         """
         wanted = cap = seq.goal - seq.num_computed
+        assert wanted >= max(1, least), f"sequence {seq.key} wants {wanted} tokens"
         if seq.long and wanted > 1:
             self._num_long += 1
             cap = self._limits.long_tokens or wanted

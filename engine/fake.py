@@ -72,6 +72,7 @@ class FakeRunner:
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """See `Runner`."""
+        output.require_pages(self._page_size)
         self._copies.apply(output.copies)
         if not output.sequences:
             return RunnerOutput(())

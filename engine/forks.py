@@ -10,6 +10,8 @@ the prompt's KV was pulled the leader has it from the start.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from pdserve.core.request import Request
 from pdserve.engine.sequence import Sequence, SequenceState
 
@@ -39,3 +41,8 @@ def release_forks(leader: Sequence) -> list[Sequence]:
     """Those that still wait for a leader; they do so no more."""
     forks, leader.forks = leader.forks, ()
     return [fork for fork in forks if fork.state is SequenceState.WAITING_FORK]
+
+
+def count_waiting(sequences: Iterable[Sequence]) -> int:
+    """How many of them wait for a leader."""
+    return sum(seq.state is SequenceState.WAITING_FORK for seq in sequences)

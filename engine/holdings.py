@@ -70,12 +70,12 @@ class Holdings:
         return -(-num_tokens // self._page_size)
 
     def cached(self, seq: Sequence) -> list[int]:
-        """Pages that the pool has of a sequence without pages: full ones, and never of its last known token."""
+        """Pages that the pool has of a sequence without pages: full ones, and never all that it has to compute."""
         if self._cache is None or seq.page_table:
             return []
-        num_tokens = len(seq.tokens)
+        num_tokens = seq.num_initial
         if seq.state is not SequenceState.WAITING_KV:  # a reservation's next token is sampled elsewhere
-            num_tokens -= 1
+            num_tokens = seq.goal - 1  # a hand-off that has sampled knows one more
             if seq.sampling.prompt_logprobs is not None:
                 # The next position to tell is predicted by the one before.
                 num_tokens = min(num_tokens, seq.num_told - 1)
@@ -123,6 +123,11 @@ class Holdings:
         child.num_cached = parent.num_cached
         self.give(child, num_own)
         child.num_computed = num_computed
+
+    def num_released(self, sequences: Seq[Sequence], besides: Seq[int] = ()) -> int:
+        """Pages that nobody would hold any more if these sequences gave theirs back; some do not count."""
+        holders = Counter(page for seq in sequences for page in seq.page_table)
+        return sum(self._pool.num_holders(page) == n for page, n in holders.items() if page not in besides)
 
     def copy(self, seq: Sequence) -> PageCopy:
         """The copy that a fork needs in the step in flight; `end_step` releases the source."""

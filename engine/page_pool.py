@@ -73,6 +73,10 @@ class PagePool:
         """Times that the page has become free."""
         return self._generation[page_id]
 
+    def num_holders(self, page_id: int) -> int:
+        """Holders of a page."""
+        return self._holders[page_id]
+
     def can_allocate(self, num_pages: int) -> bool:
         """Says whether `allocate(num_pages)` would succeed."""
         return num_pages <= self.num_free

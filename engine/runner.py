@@ -52,6 +52,7 @@ class ModelRunner:
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """See `engine.step.Runner`."""
+        output.require_pages(self._page_size)
         self._copies.apply(output.copies)
         if not output.sequences:
             return RunnerOutput(())

@@ -26,6 +26,7 @@ _BAD_LOGITS = SamplingFailure(
     "BAD_LOGITS",
     "the model produced logits that are not finite for this request; its weights or the KV it read are damaged, or "
     "--dtype is too narrow for it",
+    kv_suspect=True,
 )
 _NO_TOKEN_LEFT = SamplingFailure(
     "NO_TOKEN_LEFT",

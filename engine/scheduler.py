@@ -18,7 +18,7 @@ from __future__ import annotations
 from pdserve.core.request import FinishReason, Request
 from pdserve.engine.batching import Batching, ContinuousBatching, Padding
 from pdserve.engine.chunks import Chunks, SchedulerLimits
-from pdserve.engine.forks import lead, release_forks, same_prefix
+from pdserve.engine.forks import count_waiting, lead, release_forks, same_prefix
 from pdserve.engine.holdings import Holdings
 from pdserve.engine.lines import Policy, age
 from pdserve.engine.page_pool import PagePool
@@ -125,9 +125,11 @@ class Scheduler:
             self._fail(seq, "INVALID_ARGUMENT", "NOTHING_TO_GENERATE", f"token {token_id} already ended sequence {key}")
             return
         self._pages.validate(seq)
-        seq.started = True
         seq.goal = len(seq.tokens)
-        lead([seq, *(fork for r in forks if (fork := self._new_sequence(r, False, False)))])
+        family = [seq, *(fork for r in forks if (fork := self._new_sequence(r, False, False)))]
+        for member in family:  # their prefill started elsewhere
+            member.started = True
+        lead(family)
         self._fork(seq)
         if token_id is None:
             self._pages.reopen(seq)
@@ -180,10 +182,10 @@ class Scheduler:
         chunks = Chunks(self._limits, len(decodes) + len(self._padding))
         for seq in chunked:
             chunks.deal(seq)
-        if not self._copies:  # else pages that are about to be copied could be written by another process
-            self._serve_reservations(now)
+        self._serve_reservations(now)
         before = len(self._running)
-        last = before + self._batching.room(now, before + len(self._padding), len(self._waiting))
+        num_forks = count_waiting(self._sequences.values()) if self._batching.keeps_finished else 0
+        last = before + self._batching.room(now, before + len(self._padding), len(self._waiting) + num_forks)
         while len(self._running) < last and (started := self._start_next(chunks)) is not None:
             if started.copy_from is not None:
                 self._copies.append(self._pages.copy(started))
@@ -210,10 +212,10 @@ class Scheduler:
             if not seq.started:
                 seq.started = True
                 events.append(PrefillStarted(seq.key))
-            if not isinstance(token, SamplingFailure):
+            if not (isinstance(token, SamplingFailure) and token.kv_suspect):
                 self._pages.publish(seq)
-            if seq.forks and seq.num_computed >= seq.num_prompt:
-                self._fork(seq)
+                if seq.forks and seq.num_computed >= seq.num_prompt:
+                    self._fork(seq)
             if isinstance(token, SamplingFailure):
                 self._drop(seq, token)
             elif token is not None:
@@ -363,7 +365,8 @@ class Scheduler:
 
     def _drop(self, seq: Sequence, failure: SamplingFailure) -> None:
         """Fails one sequence of a step; announced pages stay leased, for a reader may be at them."""
-        self._pages.forget(seq)
+        if failure.kv_suspect:
+            self._pages.forget(seq)
         if seq.num_announced:
             self._leave(seq)
             seq.move(SequenceState.HANDOFF)
@@ -440,8 +443,8 @@ class Scheduler:
         if seq is None or not (seq.handoff and seq.reserved):
             return
         need, cached = self._pages.pages_for(seq.goal), self._pages.cached(seq)
-        if self._pages.can_give(need - self._pages.num_unreserved, cached):
-            holders = [s for s in self._sequences.values() if s.unreserved and s.page_table]
+        holders = [s for s in self._sequences.values() if s.unreserved and s.page_table]
+        if self._pages.can_give(need - self._pages.num_released(holders, cached), cached):
             for victim in sorted(holders, key=age, reverse=True):
                 if self._pages.can_give(need, cached):
                     return
@@ -463,9 +466,11 @@ class Scheduler:
             for seq in expired:
                 self._end(seq)
                 self._events.append(ReservationRefused(seq.key, self._limits.retry_after_s))
-            self._grant_reservations()
+            self._grant_reservations()  # what stood behind them
 
     def _grant_reservations(self) -> None:
+        if self._copies:  # pages that are about to be copied could be written by another process
+            return
         while (seq := self._reservations.head()) is not None:
             num_prompt_pages = self._pages.pages_for(seq.num_initial)
             # One page to decode into, unless the sequence can never need it.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol, TypeVar, dataclass_transform
 
+from pdserve.core.errors import EngineError
 from pdserve.core.request import FinishReason, PositionLogprobs, Request
 from pdserve.core.sampling import SamplingParams
 
@@ -113,6 +114,18 @@ class SchedulerOutput:
     num_tokens: int
     copies: tuple[PageCopy, ...] = ()
 
+    def require_pages(self, page_size: int) -> None:
+        """Refuses a row whose pages do not hold all of its tokens: runners ask before they write anything.
+
+        Raises:
+            EngineError: A row lacks pages; the scheduler is wrong.
+        """
+        for row in self.sequences:
+            end = row.start + len(row.token_ids)
+            if end > len(row.page_table) * page_size:
+                held = f"sequence {row.key} has {len(row.page_table)} pages"
+                raise EngineError(f"{held}, but computes up to position {end - 1} in step {self.step}")
+
 
 @_hot
 class SampledToken:
@@ -135,11 +148,13 @@ class SamplingFailure:
         reason: UPPER_SNAKE_CASE.
         message: What is wrong and what to do.
         status: gRPC status name.
+        kv_suspect: The KV that it read may be damaged: nobody else may use it.
     """
 
     reason: str
     message: str
     status: str = "INTERNAL"
+    kv_suspect: bool = False
 
 
 @dataclass(frozen=True, slots=True)

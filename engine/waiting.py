@@ -5,8 +5,8 @@
 3. new                                                                         by the policy
 4. as 2 and 3, of hand-offs whose destination has not reserved                 so: behind all others
 
-So the policy orders only what has not started: nothing new starts before what has given way. Sequences with long
-prompts stand in lines of their own, so that the others can pass when no further long prompt may start.
+So the policy orders only what has not started: nothing new starts before what has given way, but for this: sequences
+with long prompts stand in lines of their own, so that others, new ones too, pass when no further long one may start.
 """
 
 from __future__ import annotations

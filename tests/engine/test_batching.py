@@ -50,6 +50,30 @@ def test_static_takes_what_waits_once_the_batch_has_ended() -> None:
     assert gate.next_wakeup() is None
 
 
+def test_a_place_of_one_that_was_aborted_before_it_joined_is_nobody_s() -> None:
+    gate = FixedBatching(4)
+    assert gate.room(0.0, 0, 3) == 3
+    gate.join(1)
+    assert gate.room(1.0, 1, 1) == 1
+    gate.join(0)
+    assert gate.room(2.0, 1, 2) == 1
+
+
+@pytest.mark.parametrize("batching", ["static", "dynamic"])
+def test_forks_join_the_batch_of_their_leader(batching: str) -> None:
+    engine = Engine(64, max_num_seqs=4, batching=make_batching(batching, 4, window_ms=1000))
+    runner = watched(engine)
+    leader, *forks = requests = [request(f"f{i}", range(6), 3 + i) for i in range(4)]
+    events = list(engine.step(Add(leader, forks=tuple(forks))).events)  # a full batch
+    events += engine.step(Add(request("late", [1], 2))).events
+    assert (runner.steps[0], sorted(runner.steps[1])) == (["f0"], ["f0", "f1", "f2", "f3"])
+    events += engine.run()
+    engine.now = 9.0  # the window is over
+    events += engine.run()
+    assert runner.steps[-1] == ["late"]
+    Streams(e for e in events if e.key != "late").check(requests)
+
+
 def test_dynamic_collects_by_window_and_size() -> None:
     gate = FixedBatching(4, window_s=1.0)
     assert gate.room(0.0, 0, 0) == 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.chunks import SCORED_TOKENS, SchedulerLimits
+from pdserve.engine.chunks import SCORED_TOKENS, Chunks, SchedulerLimits
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.scheduler import Scheduler
+from pdserve.engine.sequence import Sequence
 from pdserve.engine.step import RunnerOutput, SampledToken
 from tests.engine.engines import request
 
@@ -116,3 +117,12 @@ def test_a_measured_budget_too_small_for_the_threshold_is_refused() -> None:
     config.check_token_budget(129)
     with pytest.raises(ConfigError, match="--long-prefill-token-threshold"):
         config.check_token_budget(128)
+
+
+def test_nothing_is_dealt_to_a_sequence_that_has_all_it_wants() -> None:
+    seq = Sequence(request("a", range(4)), (0.0,), 256, False, False)
+    seq.num_computed = seq.goal
+    with pytest.raises(AssertionError, match="wants 0 tokens"):
+        Chunks(SchedulerLimits(page_size=4, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=256), 0).deal(
+            seq, 1
+        )

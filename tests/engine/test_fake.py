@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from pdserve.core.errors import EngineError
 from pdserve.engine.fake import FAKE_EOS, FAKE_VOCAB_SIZE, expected_tokens
-from pdserve.engine.step import Add, PageRef, SequenceFailed, TokensSampled
+from pdserve.engine.step import Add, PageRef, ScheduledSequence, SchedulerOutput, SequenceFailed, TokensSampled
 from tests.engine.engines import Engine, Streams, request
 
 
@@ -93,3 +94,13 @@ def test_a_stale_reference_is_noticed() -> None:
     source.run(Add(request("a", range(4), 2)))
     with pytest.raises(AssertionError, match="stale"):
         sink.pull(source, [PageRef(0, 0)], [PageRef(0, 0)])
+
+
+def test_a_row_without_a_page_for_each_of_its_tokens_is_refused_before_any_page_is_written() -> None:
+    engine = Engine(2)
+    row = ScheduledSequence("a", 4, [1], [0], None, 0, [0, 0, 0, 0, 1], 5)
+    before = bytes(engine.memory)
+    output = SchedulerOutput(1, (row,), 1)
+    with pytest.raises(EngineError, match="sequence a has 1 pages, but computes up to position 4"):
+        engine.runner.execute(output)
+    assert bytes(engine.memory) == before

@@ -16,6 +16,7 @@ from pdserve.engine.step import (
     Add,
     MarkReserved,
     PagesReady,
+    PrefillStarted,
     ReleaseLease,
     Reserve,
     Reserved,
@@ -184,12 +185,14 @@ def test_a_prompt_is_handed_off_once_for_all_choices(num_prompt: int, num_pages:
     decode.pull(prefill, [page for e in watermarks for page in e.pages], pages)
     prefill.step(ReleaseLease("a"))
     counts = count_computed(decode)
-    streams = Streams(decode.step(Activate("a", None, tuple(forks))).events)
+    events = list(decode.step(Activate("a", None, tuple(forks))).events)
     if max_tokens > 1 and num_pages == 64:  # who computes the last token once more does so on no page that others share
         table = decode.core._scheduler._sequences["a"].page_table
         assert (table[(num_prompt - 1) // 4] == pages[-1].page_id) == (num_prompt % 4 != 0)
-    streams.read(decode.run())
+    events += decode.run()
+    streams = Streams(events)
     streams.check([first, *forks])
+    assert not any(isinstance(e, PrefillStarted) for e in events)  # none of them waited here for its prefill
     assert list(streams.first_index.values()) == [0, 0, 0]
     if num_pages == 64:
         assert sum(counts) == 3 * max_tokens  # no prompt but its last token

@@ -129,6 +129,17 @@ def test_an_unreserved_one_gives_way_to_a_reserved_one_and_comes_back(num_steps:
     assert engine.pool.num_free == 16
 
 
+def test_nobody_gives_way_to_a_reserved_one_that_could_not_start_all_the_same() -> None:
+    engine = Engine(16, max_num_batched_tokens=64)
+    engine.run(Add(request("lease", range(48)), handoff=True, reserved=True))
+    engine.run(Add(request("late", range(49)), handoff=True))  # shares the 12 pages of the lease, and has one
+    engine.step(Add(request("big", range(100, 120)), handoff=True, reserved=True))
+    assert len(engine.core._scheduler._sequences["late"].page_table) == 13
+    engine.run(ReleaseLease("lease"))
+    assert engine.core._scheduler._sequences["late"].page_table == []
+    assert len(engine.core._scheduler._sequences["big"].page_table) == 5
+
+
 def test_a_lease_that_was_revoked_can_be_released() -> None:
     engine = Engine(16, max_num_batched_tokens=64)
     engine.run(Add(request("big", range(60)), handoff=True))
@@ -291,7 +302,7 @@ class Faulty:
 
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         sampled = self._runner.execute(output).sampled
-        failure = SamplingFailure("BAD_LOGITS", "no token")
+        failure = SamplingFailure("BAD_LOGITS", "no token", kv_suspect=True)
         return RunnerOutput(
             tuple(failure if t and s.key in self._bad else t for s, t in zip(output.sequences, sampled, strict=True))
         )

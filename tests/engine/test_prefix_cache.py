@@ -26,6 +26,7 @@ from pdserve.engine.step import (
     RunnerOutput,
     SamplingFailure,
     SchedulerOutput,
+    SequenceFailed,
     StepEvents,
     TokensSampled,
 )
@@ -278,7 +279,7 @@ class OneFailure:
         if self._failed or result.sampled[0] is None:
             return result
         self._failed = True
-        return RunnerOutput((SamplingFailure("BAD_LOGITS", "no token"),))
+        return RunnerOutput((SamplingFailure("BAD_LOGITS", "no token", kv_suspect=True),))
 
 
 def test_the_kv_of_a_sequence_whose_logits_were_bad_is_not_shared() -> None:
@@ -292,6 +293,25 @@ def test_the_kv_of_a_sequence_whose_logits_were_bad_is_not_shared() -> None:
     Streams(events).check([r])
 
 
+def test_parameters_that_leave_no_token_take_no_page_from_a_shared_prefix() -> None:
+    engine = Engine(16)
+    engine.run(Add(request("first", range(18))))
+    bad = request("bad", range(18), allowed_token_ids=[7], stop_token_ids=[7], min_tokens=1)
+    assert [e.reason for e in engine.run(Add(bad)) if isinstance(e, SequenceFailed)] == ["NO_TOKEN_LEFT"]
+    assert num_cached(engine.run(Add(request("next", range(18)))), "next") == 16
+
+
+def test_forks_do_not_share_a_prompt_whose_logits_were_bad() -> None:
+    engine = Engine(32, max_num_batched_tokens=64)
+    OneFailure(engine)
+    bad, *others = requests = [request(key, range(18)) for key in "abc"]
+    assert engine.step(Add(bad, forks=tuple(others))).num_tokens == 18
+    second = engine.step()
+    assert second.num_tokens == 18  # the first fork computes the prompt itself
+    Streams([*second.events, *engine.run()]).check(requests[1:])
+    assert engine.pool.num_free == 32
+
+
 def test_tokens_sampled_before_a_retry_are_reused_but_are_no_prompt_tokens() -> None:
     engine = Engine(16)
     emitted = expected_tokens(range(6), 6)
@@ -302,3 +322,16 @@ def test_tokens_sampled_before_a_retry_are_reused_but_are_no_prompt_tokens() -> 
     Streams(events).check([r])
     assert num_cached(events, r.key) == 6
     assert computed == 12 + 2 - 8
+
+
+def test_a_requeued_hand_off_that_has_sampled_computes_a_token_of_its_prompt_again() -> None:
+    engine = Engine(16)
+    a, b = (Add(request(key, range(8)), handoff=True) for key in "ab")
+    engine.step(a)
+    engine.step(b)
+    events = [*engine.step(Add(request("r", range(100, 156)), handoff=True, reserved=True)).events]
+    events += engine.run(ReleaseLease("r"), MarkReserved("b"), MarkReserved("a"))
+    assert not [e for e in events if isinstance(e, SequenceFailed)]
+    assert sum(len(e.pages) for e in events if isinstance(e, PagesReady) and e.key in "ab") == 4
+    engine.run(ReleaseLease("a"), ReleaseLease("b"))
+    assert engine.pool.num_free == 16

@@ -37,6 +37,7 @@ NUM_PAGES = 12
 SHARED = [tuple(range(20)), (*range(8), *range(100, 112))]
 PROMPTS = st.one_of(
     st.lists(st.integers(0, 255), min_size=1, max_size=20),
+    st.sampled_from([list(range(PAGE_SIZE * num_pages)) for num_pages in (1, 2, 3)]),  # equal, and all of it full pages
     st.builds(
         lambda shared, num_shared, tail: [*shared[:num_shared], *tail],
         st.sampled_from(SHARED),

@@ -19,6 +19,7 @@ from pdserve.engine.step import (
     Command,
     Event,
     PageCopyKind,
+    ReservationRefused,
     Reserve,
     Reserved,
     RunnerOutput,
@@ -205,6 +206,16 @@ def test_pages_being_copied_out_are_not_reserved_in_that_step() -> None:
     streams.read(engine.run(Activate("pulled", expected_tokens(range(8), 1)[0])))
     streams.check(requests)
     assert streams.tokens["pulled"] == expected_tokens(range(8), 4)[1:]
+
+
+def test_expired_reservations_are_refused_in_steps_with_copies_too() -> None:
+    engine = Watched(8, num_host_pages=64)
+    engine.step(*map(Add, tight()))
+    while engine.core.load().num_running:
+        key = f"expired {len(engine.outputs)}"
+        events = engine.step(Reserve(request(key, range(28)), engine.now)).events  # wants the whole pool
+        assert engine.core.load().num_running == 0 or ReservationRefused(key, 1.0) in events
+    assert engine.num_copies(PageCopyKind.SWAP_OUT) > 0
 
 
 @settings(max_examples=40, deadline=None)
