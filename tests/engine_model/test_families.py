@@ -6,8 +6,11 @@ import random
 
 import pytest
 
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, EngineError
 from pdserve.core.sampling import SamplingParams
+from pdserve.engine.kv_cache import PlainPool
+from pdserve.engine.runner import ModelRunner
+from pdserve.engine.step import ScheduledSequence, SchedulerOutput
 from tests.engine_model.models import FAMILIES, VOCAB_SIZE, engine_run, make_model, plain_greedy, served
 
 REFUSED = {
@@ -70,3 +73,14 @@ def test_identity_tells_models_apart() -> None:
     assert one.identity_digest("m") == served(make_model("LlamaConfig", {})).identity_digest("m")
     assert one.identity_digest("m") != rope.identity_digest("m")
     assert one.identity_digest("m") != one.identity_digest("other")
+
+
+def test_a_row_without_a_page_for_each_of_its_tokens_is_refused_before_any_page_is_written() -> None:
+    loaded = served(make_model(*FAMILIES["llama"]))
+    layout = loaded.layout(4)
+    memory = PlainPool(layout, 2)
+    before = bytes(memory.buffer)
+    row = ScheduledSequence("a", 3, [1, 1], [0], None, 0, [1] * 5, 5)
+    with pytest.raises(EngineError, match="sequence a has 1 pages, but computes up to position 4"):
+        ModelRunner(loaded, layout, 2, memory).execute(SchedulerOutput(1, (row,), 2))
+    assert bytes(memory.buffer) == before
