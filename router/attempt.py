@@ -287,7 +287,8 @@ class Attempt:
         if output.HasField("timings"):
             self._progress.measured(output.timings)
         if not output.HasField("delta"):
-            self._progress.num_cached_tokens = output.cached_tokens  # of a prompt for several choices
+            if event is self._first:  # a prompt that was computed for several choices
+                self._progress.count_cached(output.cached_tokens)
             return
         delta = output.delta
         if delta.choice >= self._request.sampling.n:

@@ -43,8 +43,6 @@ class Progress:
         num_tokens: Tokens released, of all choices.
         choices: The same for each.
         num_told: Leading prompt positions whose log-probabilities were released; the first has none.
-        num_cached_tokens: Prompt tokens had by prefix reuse, as the worker of the first released token counted them;
-            what later attempts and decode workers find in their caches is not counted again.
         queue_s: Time in the router's queue, over all attempts.
     """
 
@@ -60,7 +58,7 @@ class Progress:
         self.num_tokens = 0
         self.choices = [Released() for _ in range(num_choices)]
         self.num_told = 1
-        self.num_cached_tokens = 0
+        self._num_cached_tokens: int | None = None
         self.queue_s = 0.0
         self._clock = clock
         self._arrival_s = arrival_s
@@ -71,6 +69,19 @@ class Progress:
         self._first_s: float | None = None
         self._second_s: float | None = None
         self._last_s = arrival_s
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens had by prefix reuse, as the first worker that computed the prompt counted them.
+
+        What later attempts and decode workers find in their caches is not counted.
+        """
+        return self._num_cached_tokens or 0
+
+    def count_cached(self, num_tokens: int) -> None:
+        """Takes over what a worker found in its cache of the prompt, unless another one has counted before."""
+        if self._num_cached_tokens is None:
+            self._num_cached_tokens = num_tokens
 
     def tell_prompt(self, told: common_pb2.PromptLogprobs) -> None:
         """Passes on what an attempt tells of the prompt; what an earlier attempt told is left out.
@@ -97,7 +108,7 @@ class Progress:
         if count:
             if self._first_s is None:
                 self._first_s = at_s
-                self.num_cached_tokens = max(self.num_cached_tokens, num_cached_tokens)
+                self.count_cached(num_cached_tokens)
                 self._recorder.decoding()
                 self._trace.first_token(at_s - self._arrival_s)
             else:

@@ -79,6 +79,27 @@ def test_a_pair_sends_all_choices_from_decode() -> None:
     run_virtual(main())
 
 
+def test_cached_tokens_are_counted_once() -> None:
+    async def main() -> None:
+        w = World("p0", "d0")
+        opened = await open_two(w)
+        p, d = w.clients["p0"], w.clients["d0"]
+        d.reserve("r")
+        prompt, decoded = computed(), news(0, 0, 1, end="x")
+        prompt.cached_tokens, decoded.cached_tokens = 2, 3
+        p.output("r", prompt)
+        d.output("r", decoded)
+        d.output("r", computed(decode_s=1.0))
+        d.output("r", news(1, 0, 2, end="x", last=True))
+        _, finished = await read(opened)
+        assert finished.usage.cached_tokens == 2
+        opened.progress.count_cached(1)  # of a later attempt
+        assert opened.progress.num_cached_tokens == 2
+        w.check_clean()
+
+    run_virtual(main())
+
+
 def test_a_refused_reservation_moves_all_choices() -> None:
     async def main() -> None:
         w = World("p0", "d0")
