@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from pdserve.core.errors import RequestError
 from pdserve.core.hashing import choice_seed
 from pdserve.core.sampling import SamplingParams
 
 MAX_PRIORITY = 100
 """Bounds how long priorities can make anybody wait."""
+MAX_SALT_CHARS = 128
 _CHOICE_MARK = "#"
 
 
@@ -118,3 +120,36 @@ def split_key(key: str) -> tuple[str, int]:
     """
     whole, _, choice = key.partition(_CHOICE_MARK)
     return whole, int(choice or 0)
+
+
+def check_priority(priority: object) -> None:
+    """Checks a priority that a client gave.
+
+    Raises:
+        RequestError: BAD_PRIORITY.
+    """
+    if isinstance(priority, bool) or not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+        raise RequestError(
+            f"priority is {priority!r:.80}; it must be an integer in [-{MAX_PRIORITY}, {MAX_PRIORITY}]",
+            reason="BAD_PRIORITY",
+        )
+
+
+def check_cache_salt(salt: object) -> None:
+    """Checks a cache salt that a client gave.
+
+    Raises:
+        RequestError: BAD_CACHE_SALT.
+    """
+    if not isinstance(salt, str):
+        raise RequestError(f"cache_salt is {salt!r:.80}; it must be text", reason="BAD_CACHE_SALT")
+    if len(salt) > MAX_SALT_CHARS:
+        raise RequestError(
+            f"cache_salt has {len(salt)} characters; it may have at most {MAX_SALT_CHARS}", reason="BAD_CACHE_SALT"
+        )
+    try:
+        salt.encode()
+    except UnicodeEncodeError as e:
+        raise RequestError(
+            f"cache_salt is {salt!a:.80}; it must be text that UTF-8 can encode", reason="BAD_CACHE_SALT"
+        ) from e

@@ -24,7 +24,7 @@ from pdserve.core.errors import (
     RequestError,
     UnimplementedError,
 )
-from pdserve.core.request import Request
+from pdserve.core.request import Request, check_cache_salt, check_priority
 from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams, check_token_ids
 from pdserve.core.structured import check_structured
 from pdserve.core.text_stream import echo_text
@@ -79,6 +79,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         cache_salt: str = "",
+        priority: int = 0,
     ) -> list[Completion]:
         """Computes all prompts in one batch.
 
@@ -86,6 +87,7 @@ class LLM:
             prompts: One prompt of any kind, or several.
             sampling_params: For all, or one per prompt; default: `SamplingParams()`.
             cache_salt: Computed prompts are reused only among requests of the same salt; empty: shared.
+            priority: Lower starts first; only `scheduling_policy="priority"` takes another than 0.
 
         Returns:
             One completion per prompt, in order.
@@ -102,7 +104,7 @@ class LLM:
         )
         if len(each) != len(several):
             raise RequestError(f"{len(several)} prompts and {len(each)} sampling parameters; give one each, or one")
-        requests = [self._request(p, s, cache_salt) for p, s in zip(several, each, strict=True)]
+        requests = [self._request(p, s, cache_salt, priority) for p, s in zip(several, each, strict=True)]
         outputs = [self._submit(r, p) for r, p in zip(requests, several, strict=True)]
         try:
             while not all(o.ended for o in outputs):
@@ -116,7 +118,12 @@ class LLM:
         return [o.completion() for o in outputs]
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, cache_salt: str = ""
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        cache_salt: str = "",
+        priority: int = 0,
     ) -> Iterator[OutputDelta]:
         """Computes one prompt and gives its output as it comes. Leaving the loop early cancels the rest.
 
@@ -125,7 +132,7 @@ class LLM:
         Raises:
             RequestError: The prompt or a parameter is wrong; raised at once, not at the first item.
         """
-        request = self._request(prompt, sampling_params or SamplingParams(), cache_salt)
+        request = self._request(prompt, sampling_params or SamplingParams(), cache_salt, priority)
         return self._stream(self._submit(request, prompt))
 
     def _stream(self, output: RequestOutput) -> Iterator[OutputDelta]:
@@ -141,7 +148,9 @@ class LLM:
         finally:
             self._close(output)
 
-    def _request(self, prompt: Prompt, sampling: SamplingParams, cache_salt: str) -> Request:
+    def _request(self, prompt: Prompt, sampling: SamplingParams, cache_salt: str, priority: int) -> Request:
+        check_cache_salt(cache_salt)
+        check_priority(priority)
         tokens = self._encode(prompt)
         if not tokens:
             raise RequestError("the prompt is empty; give at least one token", reason="EMPTY_PROMPT")
@@ -165,6 +174,7 @@ class LLM:
             eos_token_ids=self._built.eos_token_ids,
             arrival_s=time.monotonic(),
             cache_salt=cache_salt,
+            priority=priority,
         )
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:

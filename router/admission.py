@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 
 from pdserve.core.errors import CapacityError, RequestError, UnimplementedError, UnknownError
 from pdserve.core.hashing import token_digest
-from pdserve.core.request import MAX_PRIORITY
+from pdserve.core.request import check_cache_salt, check_priority
 from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams, check_token_ids
 from pdserve.router.worker_table import Limits
 from pdserve.v1 import inference_pb2 as pb
 
 MAX_TENANT_CHARS = 64
-MAX_SALT_CHARS = 128
 QUEUE_FULL_RETRY_S = 1.0
 _REQUEST_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
@@ -68,15 +67,8 @@ def check_envelope(request: pb.GenerateRequest, served_model: str) -> None:
         )
     if request.WhichOneof("prompt") is None:
         raise RequestError("the request has no prompt; set text, chat or tokens", reason="EMPTY_PROMPT")
-    if abs(request.priority) > MAX_PRIORITY:
-        raise RequestError(
-            f"priority is {request.priority}; it must be in [-{MAX_PRIORITY}, {MAX_PRIORITY}]", reason="BAD_PRIORITY"
-        )
-    if len(request.cache_salt) > MAX_SALT_CHARS:
-        raise RequestError(
-            f"cache_salt has {len(request.cache_salt)} characters; it may have at most {MAX_SALT_CHARS}",
-            reason="BAD_CACHE_SALT",
-        )
+    check_priority(request.priority)
+    check_cache_salt(request.cache_salt)
     if request.on_disconnect == pb.ON_DISCONNECT_DETACH:
         raise UnimplementedError(
             "on_disconnect = DETACH is not supported yet; use CANCEL or leave it out", reason="UNSUPPORTED_PARAMETER"

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -193,6 +194,33 @@ def test_prompts_that_begin_alike_are_reused_within_a_salt(llm: LLM) -> None:
     off = LLM(runner="fake", page_size=4, num_pages=64, enable_prefix_caching=False)
     assert [off.generate(prompt, params(5))[0].usage.cached_tokens for _ in range(2)] == [0, 0]
     idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"cache_salt": "\ud800"}, "BAD_CACHE_SALT"),
+        ({"cache_salt": "x" * 129}, "BAD_CACHE_SALT"),
+        ({"cache_salt": 5}, "BAD_CACHE_SALT"),
+        ({"priority": 101}, "BAD_PRIORITY"),
+        ({"priority": 0.5}, "BAD_PRIORITY"),
+    ],
+)
+def test_a_bad_salt_or_priority_is_refused_and_the_engine_lives(llm: LLM, options: dict[str, Any], reason: str) -> None:
+    for ask in (llm.generate, llm.stream):
+        with pytest.raises(RequestError) as refusal:
+            ask([1, 2, 3, 4, 5], params(2), **options)
+        assert refusal.value.reason == reason and next(iter(options)) in refusal.value.message
+    llm.generate([1, 2, 3, 4, 5], params(2), cache_salt="x" * 128)
+    idle(llm)
+
+
+def test_priority_orders_who_starts() -> None:
+    llm = LLM(runner="fake", page_size=4, num_pages=64, max_num_seqs=1, scheduling_policy="priority")
+    late, early = llm.stream([1, 2], params(3), priority=5), llm.stream([3, 4], params(3), priority=-5)
+    next(late)
+    assert not llm._open.keys() - {"1"}, "the other one has ended"
+    assert len(list(early)) == 1  # all its tokens came while the first waited
 
 
 def test_leaving_a_stream_frees_its_pages(llm: LLM) -> None:
