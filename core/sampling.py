@@ -27,8 +27,9 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 DEFAULT_MAX_TOKENS = 256
 
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
-_NOT_WITH_STRUCTURE = ("ignore_eos", "min_tokens", "allowed_token_ids", "bad_words")
-"""Fields that forbid tokens or the end, as structured_outputs does: together they may leave no token."""
+_NOT_WITH_STRUCTURE = ("ignore_eos", "min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words")
+"""Fields that say, as structured_outputs does, which tokens may come and where the end is: together they may leave no
+token, or end the text in one that is not of the form."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,7 @@ class SamplingParams:
         prompt_logprobs: The same for the tokens of the prompt, which is then computed as a whole, without cached KV.
             None: no log-probabilities, or as many as `logprobs` with `echo`.
         skip_special_tokens: Leave special tokens out of the text.
-        structured_outputs: Form that the output must have; not beside what else may forbid a token or the end
+        structured_outputs: Form that the output must have; not beside what else says so
             (`_NOT_WITH_STRUCTURE`). Cut off at max_tokens, an output is only the beginning of such a form.
         echo: The text begins with the prompt's.
 

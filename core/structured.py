@@ -40,7 +40,7 @@ _JSON_OPTIONS = {"whitespace_pattern": r"\n? {0,16}"}
 """One line feed and an indentation: a model that is free to write white space may write nothing else."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
 class StructuredOutputs:
     """The form that an output must have; exactly one field is set.
 
@@ -156,7 +156,7 @@ def refusal(structured: StructuredOutputs, why: str) -> RequestError:
 def unsupported_here() -> UnimplementedError:
     """The error for an engine whose tokens are not text."""
     return UnimplementedError(
-        "sampling parameter 'structured_outputs' needs a real model the fake's tokens are not text; leave it out",
+        "sampling parameter 'structured_outputs' needs a real model: the fake's tokens are not text; leave it out",
         reason="UNSUPPORTED_PARAMETER",
     )
 

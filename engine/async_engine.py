@@ -11,14 +11,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Protocol
 
-from pdserve.core.errors import EngineError
-from pdserve.core.sampling import SamplingParams
+from pdserve.core.errors import EngineError, PdserveError
 from pdserve.engine.engine_core import EngineCore
-from pdserve.engine.step import Add, Command, EngineLoad, Reserve, StepEvents
+from pdserve.engine.preparation import PREPARE_WAIT_S, PreparationGate, Prepare, nothing_to_prepare
+from pdserve.engine.step import Command, EngineLoad, SequenceFailed, StepEvents
 
 
 class Engine(Protocol):
@@ -47,23 +47,26 @@ class AsyncEngine:
     Args:
         core: The engine; touched by the step thread only once started.
         clock_now: Monotonic seconds.
-        prepare: Told of a request's parameters when it is handed over, in the caller's thread; quick.
+        prepare: Begins what a request needs before it may start; until that is ready, it is held back.
+        prepare_wait_s: Longest time that a request is held back, seconds; then it fails.
     """
 
     def __init__(
         self,
         core: EngineCore,
         clock_now: Callable[[], float],
-        prepare: Callable[[SamplingParams], None] = lambda params: None,
+        prepare: Prepare = nothing_to_prepare,
+        prepare_wait_s: float = PREPARE_WAIT_S,
     ) -> None:
         self._core = core
         self._now = clock_now
-        self._prepare = prepare
+        self._gate = PreparationGate(prepare, self._accept, self._fail, self._call_later, prepare_wait_s)
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
         self._failure: EngineError | None = None
         self._load = core.load()
+        self._num_steps = 0
         self._step_started_s: float | None = None
         self._outputs: asyncio.Queue[StepEvents | None] = asyncio.Queue()
         self._ended = asyncio.Event()
@@ -78,19 +81,15 @@ class AsyncEngine:
     def send(self, command: Command) -> None:
         """Hands a command to the step thread and wakes it; callable from any thread.
 
+        A request that is not prepared yet goes there later, with the commands that follow it.
+
         Raises:
             EngineError: The engine is dead or stopped.
             RequestError: The engine cannot do what a request asks for.
+            CapacityError: Too many requests are being prepared.
         """
-        if isinstance(command, Add | Reserve):
-            self._prepare(command.request.sampling)
-        with self._wake:
-            if self._failure is not None:
-                raise self._failure
-            if self._stopping:
-                raise EngineError("the engine has been stopped", reason="ENGINE_STOPPED", status="UNAVAILABLE")
-            self._commands.append(command)
-            self._wake.notify()
+        self._check_alive()
+        self._gate.send(command)
 
     async def outputs(self) -> AsyncIterator[StepEvents]:
         """Yields what happened, in order; for one consumer. Ends when the engine has stopped.
@@ -130,6 +129,31 @@ class AsyncEngine:
         """Load after the last step."""
         return self._load
 
+    def _check_alive(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._stopping:
+            raise EngineError("the engine has been stopped", reason="ENGINE_STOPPED", status="UNAVAILABLE")
+
+    def _accept(self, commands: Sequence[Command]) -> None:
+        with self._wake:
+            self._check_alive()
+            self._commands.extend(commands)
+            self._wake.notify()
+
+    def _fail(self, key: str, error: PdserveError) -> None:
+        """Tells of a request that the engine never saw."""
+        if self._failure is None and not self._stopping:
+            event = SequenceFailed(key, error.status, error.reason, error.message)
+            self._to_loop(lambda: self._outputs.put_nowait(StepEvents(self._num_steps, (event,), self._load)))
+
+    def _call_later(self, delay_s: float, call: Callable[[], None]) -> None:
+        def begin() -> None:
+            assert self._loop is not None
+            self._loop.call_later(delay_s, call)
+
+        self._to_loop(begin)
+
     # ---- the step thread -------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
@@ -140,7 +164,7 @@ class AsyncEngine:
                 if self._core.failure is not None:
                     self._failure = self._core.failure
                     return
-        except Exception as e:  # noqa: BLE001  whatever it is, the consumer must hear of it
+        except BaseException as e:  # noqa: BLE001  a library's panic is no Exception; the consumer must hear of it
             self._failure = EngineError(f"the engine failed and must be restarted: {type(e).__name__}: {e}")
             self._failure.__cause__ = e
         finally:
@@ -172,7 +196,7 @@ class AsyncEngine:
         return computed.num_tokens
 
     def _deliver(self, item: StepEvents) -> None:
-        self._load = item.load
+        self._load, self._num_steps = item.load, item.step
         self._to_loop(lambda: self._outputs.put_nowait(item))
 
     def _to_loop(self, callback: Callable[[], None]) -> None:

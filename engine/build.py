@@ -26,6 +26,7 @@ from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import make_policy
 from pdserve.engine.preemption_costs import PreemptionMeter, measure_preemption
 from pdserve.engine.prefix_cache import PrefixCache
+from pdserve.engine.preparation import Prepare
 from pdserve.engine.profile import StepMeter, StepProfile, profile_steps
 from pdserve.engine.progress import Progress, SilentProgress
 from pdserve.engine.step import Runner, RunnerOutput, SchedulerOutput
@@ -58,7 +59,7 @@ class EngineFacts:
         token_budget: Tokens that a step may compute.
         profile: What the token budget was chosen from; None when it was given.
         prepare: Told of a request's parameters before it is added: refuses what this engine cannot do, and begins to
-            compile its grammar.
+            compile its grammar, which must be ready then.
         preemption_costs: What swap or recompute is chosen from; None when there is no choice.
     """
 
@@ -74,7 +75,7 @@ class EngineFacts:
     pool_memory: PoolMemory
     token_budget: int
     profile: StepProfile | None
-    prepare: Callable[[SamplingParams], None]
+    prepare: Prepare
     preemption_costs: PreemptionCosts | None
 
 
@@ -160,10 +161,11 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
+    from pdserve.engine.grammars import Grammars
     from pdserve.engine.loader import load_model
     from pdserve.engine.processors import standard_processors
     from pdserve.engine.runner import ModelRunner
-    from pdserve.engine.structured import Grammars, StructuredProcessor
+    from pdserve.engine.structured import StructuredProcessor
 
     torch.set_num_threads(config.threads or 1)
     loaded = load_model(model_dir, config.dtype, progress)

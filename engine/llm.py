@@ -33,6 +33,7 @@ from pdserve.engine.build import build_core
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache import PlainPool
 from pdserve.engine.outputs import ChoiceOutput, Completion, OutputDelta, RequestOutput
+from pdserve.engine.preparation import PREPARE_WAIT_S, finish
 from pdserve.engine.progress import Progress
 from pdserve.engine.step import Abort, Add, Command, PromptLogprobs, SequenceFailed, TokensSampled
 
@@ -163,7 +164,8 @@ class LLM:
                 reason="PROMPT_TOO_LONG",
             )
         check_structured(sampling.structured_outputs, self.tokenizer)
-        self._built.prepare(sampling)
+        if (preparation := self._built.prepare(sampling)) is not None:
+            finish(preparation, PREPARE_WAIT_S)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
         max_tokens = min(DEFAULT_MAX_TOKENS, room) if sampling.max_tokens is None else sampling.max_tokens
         self._num_requests += 1

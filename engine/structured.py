@@ -2,133 +2,33 @@
 
 The state of a sequence follows from its constraint and its output tokens alone. A matcher per sequence is kept only so
 that a step reads one token; when it does not fit the tokens (hand-off, preemption, resume, tokens taken back) it is
-built anew from them. Grammars are compiled in a thread of their own, from the moment that a request is handed over:
+built anew from them. Its grammar was compiled before the request entered the engine (`engine.grammars`):
 
-    prepare(request) ──▶ compile thread ──▶ LRU of compiled grammars ──copy──▶ matcher of one sequence ──▶ mask
+    compiled grammar ──copy──▶ matcher of one sequence ──▶ mask
 """
 
 from __future__ import annotations
 
 import math
-import threading
 from collections import OrderedDict
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pdserve.core.errors import CapacityError, ConfigError, EngineError, PdserveError
+from pdserve.core.errors import CapacityError, EngineError, PdserveError
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.structured import StructuredOutputs, grammar_of, parser_limits, refusal
+from pdserve.core.structured import StructuredOutputs, refusal
+from pdserve.engine.grammars import Grammars, library_errors
 from pdserve.engine.step import SamplingFailure, ScheduledSequence
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
-
-MAX_GRAMMARS = 64
-"""Compiled grammars that are kept; the worst takes tens of MB (`core.structured.parser_limits`)."""
-COMPILE_WAIT_S = 15.0
+    from llguidance import LLMatcher
 
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 """`[vocab_size]`: which tokens may follow."""
-
-
-class Grammars:
-    """Compiled grammars of one model's tokens; safe to use from several threads.
-
-    Args:
-        tokenizer_file: The model's `tokenizer.json`, read when the first grammar is compiled.
-        vocab_size: Rows of the model's head.
-        eos_token_ids: End-of-sequence tokens.
-        max_grammars: Grammars to keep.
-        wait_s: Longest wait for a grammar that is being compiled, seconds.
-
-    Attributes:
-        eos_token_ids: As given, sorted.
-    """
-
-    def __init__(
-        self,
-        tokenizer_file: Path,
-        vocab_size: int,
-        eos_token_ids: frozenset[int],
-        *,
-        max_grammars: int = MAX_GRAMMARS,
-        wait_s: float = COMPILE_WAIT_S,
-    ) -> None:
-        self._file = tokenizer_file
-        self._vocab_size = vocab_size
-        self.eos_token_ids = sorted(eos_token_ids)
-        self._max_grammars = max_grammars
-        self._wait_s = wait_s
-        self._lock = threading.Lock()
-        self._compiled: OrderedDict[StructuredOutputs, Future[LLMatcher]] = OrderedDict()
-        self._compiler = ThreadPoolExecutor(1, "grammar-compiler")
-        self._tokenizer: LLTokenizer | None = None  # compile thread only
-
-    def prepare(self, params: SamplingParams) -> None:
-        """Begins to compile what a request will need; returns at once. What is wrong with it `matcher` tells."""
-        if params.structured_outputs is not None:
-            self._future(params.structured_outputs)
-
-    def matcher(self, structured: StructuredOutputs) -> LLMatcher:
-        """A fresh matcher, at the beginning of an output.
-
-        Raises:
-            RequestError: The grammar is wrong or too complex.
-            CapacityError: It is still not compiled after `wait_s`.
-            ConfigError: The library cannot read the model's tokenizer.
-        """
-        try:
-            return self._future(structured).result(self._wait_s).deep_copy()
-        except TimeoutError:
-            raise CapacityError(
-                f"structured_outputs: the grammar is not compiled after {self._wait_s:g} s; retry later",
-                reason="GRAMMAR_NOT_READY",
-                retry_after_s=self._wait_s,
-            ) from None
-
-    def forget(self, structured: StructuredOutputs) -> None:
-        """Drops a compiled grammar: matchers of one grammar share tables, which may have become full."""
-        with self._lock:
-            self._compiled.pop(structured, None)
-
-    def _future(self, structured: StructuredOutputs) -> Future[LLMatcher]:
-        with self._lock:
-            future = self._compiled.get(structured)
-            if future is None:
-                future = self._compiled[structured] = self._compiler.submit(self._compile, structured)
-                if len(self._compiled) > self._max_grammars:
-                    self._compiled.popitem(last=False)
-            self._compiled.move_to_end(structured)
-            return future
-
-    def _compile(self, structured: StructuredOutputs) -> LLMatcher:
-        from llguidance import LLMatcher
-
-        if self._tokenizer is None:
-            self._tokenizer = self._read_tokenizer()
-        matcher = LLMatcher(self._tokenizer, grammar_of(structured), log_level=0, limits=parser_limits())
-        if matcher.is_error():
-            raise refusal(structured, matcher.get_error())
-        return matcher
-
-    def _read_tokenizer(self) -> LLTokenizer:
-        from llguidance import LLTokenizer
-
-        if not self.eos_token_ids:
-            raise ConfigError("structured_outputs: this model has no end-of-sequence token", reason="NO_EOS_TOKEN")
-        try:
-            text = self._file.read_text(encoding="utf-8")
-            return LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self.eos_token_ids)
-        except (OSError, ValueError) as e:
-            raise ConfigError(
-                f"structured_outputs: the library cannot use this model's tokenizer: {e!s:.300}", reason="BAD_TOKENIZER"
-            ) from e
 
 
 @dataclass(slots=True)
@@ -160,7 +60,7 @@ class _State:
 class StructuredProcessor:
     """The `LogitsProcessor` of `SamplingParams.structured_outputs`.
 
-    End-of-sequence tokens and the request's stop tokens are allowed exactly where the output may end.
+    End-of-sequence tokens are allowed exactly where the output may end.
 
     Args:
         grammars: Compiled grammars of the model.
@@ -180,11 +80,12 @@ class StructuredProcessor:
         """See `LogitsProcessor`."""
         assert row.sampling is not None and row.sampling.structured_outputs is not None
         try:
-            matcher, allowed = self._advance(row, row.sampling.structured_outputs, logits.shape[0])
+            with library_errors():
+                matcher, allowed = self._advance(row, row.sampling.structured_outputs, logits.shape[0])
+                allowed[self._grammars.eos_token_ids] = matcher.is_accepting()
         except PdserveError as e:
+            self._states.pop(row.key, None)
             return SamplingFailure(e.reason, e.message, e.status)
-        ends = [*self._grammars.eos_token_ids, *row.sampling.stop_token_ids]
-        allowed[ends] = matcher.is_accepting()
         logits.masked_fill_(torch.from_numpy(~allowed).to(logits.device), -math.inf)
         return None
 
@@ -197,9 +98,14 @@ class StructuredProcessor:
             state = _State(structured, self._grammars.matcher(structured))
         try:
             allowed = state.allowed(output, vocab_size)
-        except PdserveError:  # maybe only because others of the same grammar filled its tables: once more with new ones
-            self._grammars.forget(structured)
-            state = _State(structured, self._grammars.matcher(structured))
+        except (
+            PdserveError
+        ) as e:  # maybe only because others of this grammar filled its tables: once more with new ones
+            self._grammars.renew(structured)
+            try:
+                state = _State(structured, self._grammars.matcher(structured))
+            except CapacityError:
+                raise e from None
             allowed = state.allowed(output, vocab_size)
         self._states[row.key] = state
         if len(self._states) > self._max_sequences:

@@ -117,9 +117,16 @@ def test_ordinary_divisors_pass(divisor: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("ignore_eos", True), ("min_tokens", 2), ("allowed_token_ids", (1,)), ("bad_words", ("x",))]
+    ("name", "value"),
+    [
+        ("ignore_eos", True),
+        ("min_tokens", 2),
+        ("stop_token_ids", (1,)),
+        ("allowed_token_ids", (1,)),
+        ("bad_words", ("x",)),
+    ],
 )
-def test_what_may_forbid_the_last_token_is_refused_beside_it(name: str, value: object) -> None:
+def test_what_else_says_what_may_come_or_where_the_end_is_is_refused_beside_it(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=name):
         SamplingParams(structured_outputs=StructuredOutputs(regex="a"), **{name: value})  # type: ignore[arg-type]
 
@@ -142,6 +149,6 @@ def test_two_fields_on_the_wire_are_refused() -> None:
 
 
 def test_tokens_that_are_not_text_are_refused_by_name() -> None:
-    with pytest.raises(UnimplementedError, match="structured_outputs"):
+    with pytest.raises(UnimplementedError, match="'structured_outputs' needs a real model: the fake's"):
         check_structured(StructuredOutputs(regex="a"), Tokenizer.fake(10))
     check_structured(None, Tokenizer.fake(10))

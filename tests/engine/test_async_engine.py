@@ -141,6 +141,32 @@ def test_a_death_fails_every_sequence_and_reaches_the_consumer() -> None:
     drive(engine, use)
 
 
+class Panic(BaseException):
+    """As that of a library written in Rust: no Exception."""
+
+
+def test_a_panic_is_a_death_too() -> None:
+    engine = Engine(8)
+
+    def panic(output: SchedulerOutput) -> RunnerOutput:
+        raise Panic("lost its mind")
+
+    engine.runner.execute = panic  # type: ignore[method-assign]
+
+    async def main() -> None:
+        running = AsyncEngine(engine.core, time.monotonic)
+        running.start()
+        running.send(Add(request("a", [1], 3)))
+        with pytest.raises(EngineError, match="lost its mind"):
+            async with asyncio.timeout(LIMIT_S):
+                async for _ in running.outputs():
+                    pass
+        assert not running.healthy(LIMIT_S)
+        await running.stop(LIMIT_S)
+
+    asyncio.run(main())
+
+
 def test_a_step_that_does_not_end_is_unhealthy() -> None:
     engine, entered, leave = Engine(8), threading.Event(), threading.Event()
     execute = engine.runner.execute

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import torch
 from hypothesis import strategies as st
 
+from pdserve.core.errors import PdserveError
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.structured import StructuredOutputs
 from pdserve.engine.model_store import BUILT_IN_MODEL, resolve_model
+from pdserve.engine.preparation import finish
 from pdserve.engine.progress import SilentProgress
 from pdserve.engine.sampler import sample
 from pdserve.engine.step import SampledToken, SamplingFailure, ScheduledSequence
@@ -43,8 +46,18 @@ def row(structured: StructuredOutputs, output: Sequence[int], key: str = "r", **
     return ScheduledSequence(key, 0, known[-1:], [0], sampling, len(output), known, len(PROMPT))
 
 
+def prepare(processor: StructuredProcessor, structured: StructuredOutputs | None) -> None:
+    """Compiles a form's grammar, as every engine does before it takes the request; what is wrong the sampler tells."""
+    preparation = processor._grammars.prepare(SamplingParams(structured_outputs=structured))
+    assert preparation is not None
+    with contextlib.suppress(PdserveError):
+        finish(preparation, 20.0)
+
+
 def mask(processor: StructuredProcessor, item: ScheduledSequence, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
     """`[vocab_size]`: which tokens may follow."""
+    assert item.sampling is not None
+    prepare(processor, item.sampling.structured_outputs)
     logits = torch.zeros(vocab_size)
     failure = processor.edit(logits, item)
     assert failure is None, failure
@@ -62,6 +75,7 @@ def walk(
     """Tokens that random logits choose, until the end-of-sequence token, which is yielded too."""
     generator = torch.Generator().manual_seed(seed)
     output: list[int] = []
+    prepare(processor, structured)
     while len(output) < max_tokens and output[-1:] != [EOS]:
         logits = torch.randn(1, VOCAB_SIZE, generator=generator)
         [token] = sample(logits, [row(structured, output, key)], [processor])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+import threading
+from concurrent.futures import Future
 
 import jsonschema
 import pytest
@@ -11,11 +14,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pdserve.core.errors import CapacityError
+from pdserve.core.sampling import SamplingParams
 from pdserve.core.structured import StructuredOutputs
 from pdserve.core.tokenizer import Tokenizer
+from pdserve.engine.grammars import Grammars
 from pdserve.engine.step import SamplingFailure
-from pdserve.engine.structured import Grammars, StructuredProcessor
-from tests.engine_model.structures import EOS, VOCAB_SIZE, allowed, mask, model_dir, row, schemas, walk
+from pdserve.engine.structured import StructuredProcessor
+from tests.engine_model.structures import EOS, VOCAB_SIZE, allowed, mask, model_dir, prepare, row, schemas, walk
 
 CHARACTERS = "abAB01 \n\t\"'\\/|<>{}[]()$^.*+?#%é日🙂\u2028"
 WIDE = {"deadline": None, "suppress_health_check": list(HealthCheck)}
@@ -28,7 +34,7 @@ texts = st.one_of(
 
 @pytest.fixture(scope="module")
 def grammars() -> Grammars:
-    return Grammars(model_dir() / "tokenizer.json", VOCAB_SIZE, frozenset({EOS}))
+    return fresh()
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +55,7 @@ def check_schema(grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, obj
 
 
 @given(schemas, st.integers(0, 2**32))
-@settings(max_examples=12, **WIDE)
+@settings(max_examples=5, **WIDE)
 def test_random_logits_give_valid_instances_of_random_schemas(
     grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, object], seed: int
 ) -> None:
@@ -58,7 +64,7 @@ def test_random_logits_give_valid_instances_of_random_schemas(
 
 @pytest.mark.slow
 @given(schemas, st.integers(0, 2**32))
-@settings(max_examples=500, **WIDE)
+@settings(max_examples=120, **WIDE)
 def test_random_logits_give_valid_instances_of_many_random_schemas(
     grammars: Grammars, tokenizer: Tokenizer, schema: dict[str, object], seed: int
 ) -> None:
@@ -91,7 +97,7 @@ def test_the_end_comes_exactly_where_the_whole_output_matches(
 
 
 @given(st.lists(texts, min_size=1, max_size=5, unique=True), st.integers(0, 2**32))
-@settings(max_examples=15, **WIDE)
+@settings(max_examples=6, **WIDE)
 def test_a_choice_is_one_of_the_choices(
     grammars: Grammars, tokenizer: Tokenizer, choices: list[str], seed: int
 ) -> None:
@@ -109,7 +115,7 @@ def test_a_recursive_grammar(grammars: Grammars, tokenizer: Tokenizer, grammar: 
 
 
 @given(schemas, st.integers(0, 2**32), st.data())
-@settings(max_examples=6, **WIDE)
+@settings(max_examples=4, **WIDE)
 def test_a_state_built_anew_from_the_tokens_allows_the_same(
     grammars: Grammars, schema: dict[str, object], seed: int, data: st.DataObject
 ) -> None:
@@ -123,7 +129,7 @@ def test_a_state_built_anew_from_the_tokens_allows_the_same(
 
 
 def test_more_sequences_and_grammars_than_are_kept(tokenizer: Tokenizer) -> None:
-    few = Grammars(model_dir() / "tokenizer.json", VOCAB_SIZE, frozenset({EOS}), max_grammars=2)
+    few = fresh(max_grammars=2)
     one, many = StructuredProcessor(few, 1), StructuredProcessor(few, 100)
     forms = {f"r{i}": StructuredOutputs(regex=f"(a{i}|b){{2,4}}") for i in range(4)}
     walks = [{k: walk(p, s, i, 40, key=k) for i, (k, s) in enumerate(forms.items())} for p in (one, many)]
@@ -136,17 +142,6 @@ def test_more_sequences_and_grammars_than_are_kept(tokenizer: Tokenizer) -> None
     assert len(one._states) == 1 and len(many._states) == 4 and len(few._compiled) == 2
 
 
-def test_stop_tokens_end_where_the_end_of_sequence_token_may(grammars: Grammars, tokenizer: Tokenizer) -> None:
-    structured, processor = StructuredOutputs(choice=("a", "ab")), StructuredProcessor(grammars, 8)
-    [stop], [a], [b] = (tokenizer.encode(text) for text in ("!", "a", "b"))
-    assert stop not in allowed(processor, row(structured, [], stop_token_ids=(stop,)))
-    assert allowed(processor, row(structured, [a], stop_token_ids=(stop,))) == {EOS, stop, b}
-    assert allowed(processor, row(structured, [a, b], stop_token_ids=(stop,))) == {EOS, stop}
-    # a stop token that the form itself needs ends the output only where it may end
-    assert allowed(processor, row(structured, [a], stop_token_ids=(b,))) == {EOS, b}
-    assert a not in allowed(processor, row(structured, [], stop_token_ids=(a,)))
-
-
 def test_a_head_wider_than_the_vocabulary(tokenizer: Tokenizer) -> None:
     wide = Grammars(model_dir() / "tokenizer.json", VOCAB_SIZE + 77, frozenset({EOS, 0}))
     processor, structured = StructuredProcessor(wide, 8), StructuredOutputs(choice=("a",))
@@ -156,6 +151,7 @@ def test_a_head_wider_than_the_vocabulary(tokenizer: Tokenizer) -> None:
 
 
 def failure_of(processor: StructuredProcessor, structured: StructuredOutputs, output: list[int]) -> SamplingFailure:
+    prepare(processor, structured)
     failure = processor.edit(torch.zeros(VOCAB_SIZE), row(structured, output))
     assert failure is not None
     return failure
@@ -164,7 +160,6 @@ def failure_of(processor: StructuredProcessor, structured: StructuredOutputs, ou
 def test_a_wrong_grammar_fails_with_its_reason_and_the_next_request_works(grammars: Grammars) -> None:
     processor = StructuredProcessor(grammars, 8)
     for bad, word in ((StructuredOutputs(json={"type": "bogus"}), "bogus"), (StructuredOutputs(regex="("), "regex")):
-        grammars.prepare(row(bad, []).sampling)  # type: ignore[arg-type]  # tells nothing: the router has refused it
         failure = failure_of(processor, bad, [])
         assert (failure.status, failure.reason) == ("INVALID_ARGUMENT", "BAD_STRUCTURED_OUTPUTS")
         assert word in failure.message
@@ -190,10 +185,145 @@ def test_a_grammar_that_outgrows_the_limits_fails_alone(grammars: Grammars) -> N
     assert allowed(processor, row(StructuredOutputs(regex="a"), []))
 
 
-def test_a_grammar_that_is_not_ready_in_time_is_told() -> None:
-    slow = Grammars(model_dir() / "tokenizer.json", VOCAB_SIZE, frozenset({EOS}), wait_s=0.0)
-    failure = failure_of(StructuredProcessor(slow, 8), StructuredOutputs(regex="a"), [])
-    assert (failure.status, failure.reason) == ("RESOURCE_EXHAUSTED", "GRAMMAR_NOT_READY")
+class Closed:
+    """Holds a `Grammars`' compile thread up until it is opened."""
+
+    def __init__(self, grammars: Grammars) -> None:
+        self._open, started = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            started.set()
+            assert self._open.wait(20)
+
+        self._running = grammars._compiler.submit(wait)
+        assert started.wait(20)
+
+    def open(self) -> None:
+        self._open.set()
+        self._running.result(20)
+
+
+def form(pattern: str) -> SamplingParams:
+    return SamplingParams(structured_outputs=StructuredOutputs(regex=pattern))
+
+
+@functools.cache
+def library_tokenizer() -> object:
+    return Grammars(model_dir() / "tokenizer.json", VOCAB_SIZE, frozenset({EOS}))._read_tokenizer()
+
+
+def fresh(**options: int) -> Grammars:
+    """Grammars that have read the tokenizer, which takes a second."""
+    made = Grammars(model_dir() / "tokenizer.json", VOCAB_SIZE, frozenset({EOS}), **options)  # type: ignore[arg-type]
+    made._tokenizer = library_tokenizer()  # type: ignore[assignment]
+    return made
+
+
+def test_the_step_thread_waits_once_for_many_missing_grammars_and_fails_their_rows() -> None:
+    grammars = fresh()
+    closed, processor = Closed(grammars), StructuredProcessor(grammars, 8)
+    waits: list[float | None] = []
+    plain = Future.result
+
+    def result(self: Future[object], timeout: float | None = None) -> object:
+        waits.append(timeout)
+        return plain(self, timeout)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Future, "result", result)
+        for i in range(20):
+            failure = processor.edit(torch.zeros(VOCAB_SIZE), row(StructuredOutputs(regex=f"a{i}"), []))
+            assert failure is not None
+            assert (failure.status, failure.reason) == ("RESOURCE_EXHAUSTED", "GRAMMAR_NOT_READY")
+    closed.open()
+    assert sum(w or 0.0 for w in waits) <= 0.2, waits
+
+
+def test_the_compile_queue_is_bounded_and_what_is_given_up_leaves_it() -> None:
+    grammars = fresh(max_queued=2)
+    closed = Closed(grammars)
+    one, two = form("a"), form("b")
+    first, again, second = grammars.prepare(one), grammars.prepare(one), grammars.prepare(two)
+    assert first and again and second
+    with pytest.raises(CapacityError) as e:
+        grammars.prepare(form("c"))
+    assert (e.value.status, e.value.reason) == ("RESOURCE_EXHAUSTED", "GRAMMAR_QUEUE_FULL")
+    first.give_up()
+    first.give_up()
+    with pytest.raises(CapacityError):  # another request still waits for it
+        grammars.prepare(form("c"))
+    second.give_up()
+    third, anew = grammars.prepare(form("c")), None
+    with pytest.raises(CapacityError):
+        grammars.prepare(two)
+    closed.open()
+    again.result(20)
+    assert third is not None
+    third.result(20)
+    anew = grammars.prepare(two)  # what was given up is compiled when somebody wants it again
+    assert anew is not None
+    anew.result(20)
+
+
+def test_a_grammar_stays_as_long_as_its_request() -> None:
+    grammars = fresh(max_grammars=2)
+    processor, requests = StructuredProcessor(grammars, 8), [form(f"a{i}") for i in range(6)]
+    for params in requests:
+        preparation = grammars.prepare(params)
+        assert preparation is not None
+        preparation.result(20)
+    closed = Closed(grammars)
+    for params in requests:
+        assert params.structured_outputs is not None
+        assert processor.edit(torch.zeros(VOCAB_SIZE), row(params.structured_outputs, [])) is None
+    closed.open()
+    assert len(grammars._held) >= 6
+    del params, requests, preparation, processor
+    assert len(grammars._held) == len(grammars._compiled) == 2
+
+
+class Panic(BaseException):
+    """As PyO3's: no Exception."""
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), RuntimeError("worse"), Panic("worst")], ids=repr)
+@pytest.mark.parametrize("method", ["consume_tokens", "compute_bitmask", "is_accepting"])
+def test_what_the_library_raises_fails_its_row_alone(
+    grammars: Grammars, tokenizer: Tokenizer, error: BaseException, method: str
+) -> None:
+    processor, structured = StructuredProcessor(grammars, 8), StructuredOutputs(regex="a+")
+    output = tokenizer.encode("a")
+    prepare(processor, structured)
+    good = grammars.matcher
+
+    class Failing:
+        def __init__(self, inner: object) -> None:
+            self._inner = inner
+
+        def __getattr__(self, name: str) -> object:
+            if name == method:
+                raise error
+            return getattr(self._inner, name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grammars, "matcher", lambda s: Failing(good(s)))
+        failure = processor.edit(torch.zeros(VOCAB_SIZE), row(structured, output))
+    assert failure is not None and (failure.status, failure.reason) == ("INTERNAL", "GRAMMAR_FAILED")
+    assert str(error) in failure.message
+    assert EOS in allowed(processor, row(structured, output))
+
+
+@pytest.mark.parametrize("error", [ValueError("bad"), Panic("worst")], ids=repr)
+def test_what_the_library_raises_while_compiling_fails_its_request(error: BaseException) -> None:
+    import llguidance
+
+    def raising(*args: object, **options: object) -> object:
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llguidance, "LLMatcher", raising)
+        failure = failure_of(StructuredProcessor(fresh(), 8), StructuredOutputs(regex="a"), [])
+    assert (failure.status, failure.reason) == ("INTERNAL", "GRAMMAR_FAILED") and str(error) in failure.message
 
 
 @pytest.mark.parametrize(
