@@ -17,6 +17,7 @@ from pdserve.core.config import Parser
 from pdserve.core.errors import ConfigError
 
 _OPTIONS: tuple[tuple[str, type, str], ...] = (
+    ("n", int, "answers, at most 16; several are printed at the end, each after its number (default: 1)"),
     ("max_tokens", int, "tokens to generate at most (default: 256, or what the model's length leaves)"),
     ("temperature", float, "0 always takes the likeliest token; higher is more varied (default: 1)"),
     ("top_p", float, "choose among the likeliest tokens that together hold this probability, in (0, 1] (default: 1)"),
@@ -43,9 +44,13 @@ def main(argv: Sequence[str]) -> int:
             stream = client.stream_chat(messages, **options)
         else:
             stream = client.stream(prompt, **options)
-        result = _print_stream(stream, quiet=args.json)
+        several = args.n is not None and args.n > 1
+        result = _print_stream(stream, quiet=args.json or several)
     if args.json:
-        print(json.dumps({name: value for name, value in asdict(result).items() if name != "choices"}))
+        left_out = () if several else ("choices",)  # the only choice is the result itself
+        print(json.dumps({name: value for name, value in asdict(result).items() if name not in left_out}))
+    elif several:
+        print("\n".join(f"[{i}] {choice.text}" for i, choice in enumerate(result.choices)))
     if args.timings:
         sys.stderr.write("\n".join(timing_lines(result.timings, result.usage)) + "\n")
     return 0

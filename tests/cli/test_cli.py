@@ -17,7 +17,7 @@ from pdserve.cli import __main__ as cli
 from pdserve.cli import status
 from pdserve.cli.processes import Child, usable_cores
 from pdserve.core.errors import ConfigError, EngineError
-from tests.client.scripted import hello, refuse, serving, silent
+from tests.client.scripted import accepted, delta, finished, hello, refuse, serving, silent
 
 NOBODY = "127.0.0.1:1"
 
@@ -117,6 +117,23 @@ def test_generate_reads_stdin_and_writes_json(
     result = json.loads(capsys.readouterr().out)
     assert result["text"] == "Hello" and result["finish_reason"] == "stop" and result["usage"]["completion_tokens"] == 3
     assert [m.content for m in router.requests[-1].chat.messages] == ["Be brief", "from a pipe"]
+
+
+def test_generate_gives_several_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    def two(request: Any, context: Any) -> Any:
+        yield accepted(request)
+        for choice, text in ((1, "beta"), (0, "alpha")):
+            event = delta(0, [7], text)
+            event.delta.choice = choice
+            yield event
+        yield finished(2)
+
+    with serving(two) as (router, address):
+        assert cli.main(["generate", "Hi", "--router", address, "--n", "2"]) == 0
+        assert capsys.readouterr().out == "[0] alpha\n[1] beta\n"
+        assert cli.main(["generate", "Hi", "--router", address, "--n", "2", "--json"]) == 0
+    assert [c["text"] for c in json.loads(capsys.readouterr().out)["choices"]] == ["alpha", "beta"]
+    assert [r.sampling.n for r in router.requests] == [2, 2]
 
 
 def test_generate_reports_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
