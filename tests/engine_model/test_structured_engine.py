@@ -35,6 +35,11 @@ def make(directory: Path, num_pages: int) -> LLM:
     return LLM(directory, page_size=4, num_pages=num_pages, max_num_batched_tokens=16, max_num_seqs=8)
 
 
+@pytest.fixture(scope="module")
+def small(directory: Path) -> LLM:
+    return make(directory, 50)
+
+
 def run(llm: LLM) -> list[Completion]:
     """Every form twice, greedy and drawn, beside sequences without a form."""
     sampling = [
@@ -72,8 +77,8 @@ def test_a_mixed_batch_has_the_forms_and_preemption_changes_nothing(
     assert [c.token_ids for c in tight] == [c.token_ids for c in roomy]
 
 
-def test_a_bad_schema_is_refused_and_the_next_request_works(directory: Path) -> None:
-    llm = make(directory, 50)
+def test_a_bad_schema_is_refused_and_the_next_request_works(small: LLM) -> None:
+    llm = small
     for bad, word in ((StructuredOutputs(json={"type": "bogus"}), "bogus"), (StructuredOutputs(regex="("), "unclosed")):
         with pytest.raises(RequestError, match=word) as e:
             llm.generate([5], SamplingParams(structured_outputs=bad))
@@ -82,8 +87,8 @@ def test_a_bad_schema_is_refused_and_the_next_request_works(directory: Path) -> 
     assert done.text in ("ja", "nein")
 
 
-def test_max_tokens_cuts_a_form_off(directory: Path) -> None:
-    [done] = make(directory, 50).generate([5], SamplingParams(structured_outputs=FORMS[0], seed=1, max_tokens=7))
+def test_max_tokens_cuts_a_form_off(small: LLM) -> None:
+    [done] = small.generate([5], SamplingParams(structured_outputs=FORMS[0], seed=1, max_tokens=7))
     assert done.finish_reason is FinishReason.LENGTH and re.fullmatch(r"(a\d)*a?", done.text)
 
 
