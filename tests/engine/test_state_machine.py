@@ -166,6 +166,19 @@ class EngineMachine(RuleBasedStateMachine):
         self.commands += map(Add, requests)
         return multiple(*(r.key for r in requests))
 
+    @rule(target=keys, num_pages=st.integers(1, 3), num_tokens=st.integers(30, 44))
+    def enter_rivals(self, num_pages: int, num_tokens: int) -> MultipleResults[str]:
+        """Equal hand-offs, all of whose pages others may share, and one that takes the pages of some of them."""
+        prompt = list(range(PAGE_SIZE * num_pages))
+        late = [self.new("late handoff", prompt, 3, 0, 0) for _ in range(2)]
+        for r in late:
+            self.commands.append(Add(r, handoff=True))
+            self.step(2)
+        wide = self.new("handoff", list(range(100, 100 + num_tokens)), 3, 0, 0)
+        self.commands.append(Add(wide, handoff=True, reserved=True))
+        self.step(2)
+        return multiple(*(r.key for r in [*late, wide]))
+
     @rule(key=keys)
     def mark_reserved(self, key: str) -> None:
         self.commands.append(MarkReserved(key))
