@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from pdserve.engine.sequence import Sequence
 
-SCORED_TOKENS = 64
+SCORED_TOKENS = 32
 """Tokens per step of prompts whose log-probabilities are asked."""
 
 

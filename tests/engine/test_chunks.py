@@ -87,7 +87,7 @@ def test_a_long_prompt_is_passed_by_short_ones_only_while_another_long_one_is_co
 
 
 def test_prompts_that_are_scored_take_few_tokens_of_a_step_together() -> None:
-    s = scheduler(budget=200, long_tokens=100, max_num_long=3)
+    s = scheduler(budget=SCORED_TOKENS + 136, long_tokens=100, max_num_long=3)
     for i, key in enumerate(("a", "b")):
         s.add(request(key, range(110), 2, arrival_s=i, prompt_logprobs=0))
     s.add(request("plain", range(150), 2, arrival_s=2))
