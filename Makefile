@@ -15,7 +15,7 @@ run: $(SERVER) ## install, then start Redis, prefill, decode and router and stre
 
 test: lint ## install what the tests need, lint, and run all tests but the slow ones
 	@scripts/system_packages.sh
-	$(VENV)/bin/pytest -m "not slow" $(ARGS)
+	$(VENV)/bin/pytest -m "not slow" --durations 12 $(ARGS)
 
 test-slow: $(DEV) ## the tests that take longer
 	@scripts/system_packages.sh
