@@ -23,7 +23,7 @@ from pdserve.engine.config import EngineConfig
 SLOTS = {"num_pages": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 
 
-@pytest.mark.parametrize("name", EXPERIMENTS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "swap" else n for n in EXPERIMENTS])
 def test_every_experiment_runs_and_reports(name: str, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     assert cli.main(["bench", "engine", name, "--quick", "--runner", "fake", "--json", str(path)]) == 0
