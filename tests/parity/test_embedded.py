@@ -133,7 +133,7 @@ def test_the_model_answers_in_the_form(llm: LLM) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @given(schemas, st.integers(0, 2**32), st.sampled_from([0.0, 1.0]))
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_model_gives_valid_instances_of_random_schemas(
     llm: LLM, schema: dict[str, object], seed: int, temperature: float
 ) -> None:
