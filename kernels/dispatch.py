@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, device
 
-from pdserve.kernels import reference
+from pdserve.kernels import reference, reference_fused
 
 
 class StoreKV(Protocol):
@@ -43,7 +43,37 @@ class Kernels:
     paged_attention: PagedAttention
 
 
+class RmsNorm(Protocol):
+    """See `reference_fused.rms_norm`."""
+
+    def __call__(
+        self, x: Tensor, weight: Tensor, output: Tensor, *, epsilon: float, residual: Tensor | None = None
+    ) -> None: ...
+
+
+class Rotate(Protocol):
+    """See `reference_fused.rotate`."""
+
+    def __call__(self, x: Tensor, positions: Tensor, table: Tensor) -> None: ...
+
+
+class SiluMul(Protocol):
+    """See `reference_fused.silu_mul`."""
+
+    def __call__(self, gate_up: Tensor, output: Tensor) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FusedKernels:
+    """One implementation of each elementwise kernel of the lean path."""
+
+    rms_norm: RmsNorm
+    rotate: Rotate
+    silu_mul: SiluMul
+
+
 _REFERENCE = Kernels(reference.store_kv, reference.paged_attention)
+_REFERENCE_FUSED = FusedKernels(reference_fused.rms_norm, reference_fused.rotate, reference_fused.silu_mul)
 
 
 def kernels_for(where: device) -> Kernels:
@@ -53,3 +83,12 @@ def kernels_for(where: device) -> Kernels:
     from pdserve.kernels import gpu
 
     return Kernels(gpu.store_kv, gpu.paged_attention)
+
+
+def fused_for(where: device) -> FusedKernels:
+    """The elementwise kernels that fit a device, chosen as in `kernels_for`."""
+    if where.type != "cuda":
+        return _REFERENCE_FUSED
+    from pdserve.kernels import fused
+
+    return FusedKernels(fused.rms_norm, fused.rotate, fused.silu_mul)
