@@ -2,6 +2,7 @@
 # Variables: MODEL=<directory or hub id>, ARGS="<more words>", VENV=<directory>, PYTHON=<interpreter, 3.11 or newer>.
 VENV ?= .venv
 SERVER := $(VENV)/.installed-server
+EXTENSION := setup.py $(wildcard kernels/cpu/csrc/*)
 DEV := $(VENV)/.installed-dev
 export VENV PYTHON
 unexport PYTHONDONTWRITEBYTECODE # dozens of processes start here: each would compile our code anew
@@ -41,10 +42,10 @@ clean: ## remove caches and build products (not the virtual environment)
 	@rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	@find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
-$(SERVER): pyproject.toml constraints.txt scripts/install.sh
+$(SERVER): pyproject.toml constraints.txt scripts/install.sh $(EXTENSION)
 	@scripts/install.sh server && touch $@
 
-$(DEV): pyproject.toml constraints.txt scripts/install.sh
+$(DEV): pyproject.toml constraints.txt scripts/install.sh $(EXTENSION)
 	@scripts/install.sh server,bench,dev && touch $@ $(SERVER)
 
 .PHONY: help run test test-slow lint fmt protos bench constraints clean

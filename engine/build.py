@@ -168,6 +168,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     from pdserve.engine.structured import StructuredProcessor
 
     torch.set_num_threads(config.threads or 1)
+    _use_cpu_kernels(config.threads or 1)
     loaded = load_model(model_dir, config.dtype, progress)
     layout = loaded.layout(config.page_size)
     num_pages = config.num_pages or _num_pages(config, layout)
@@ -217,6 +218,15 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         prepare=grammars.prepare,
         preemption_costs=costs,
     )
+
+
+def _use_cpu_kernels(threads: int) -> None:
+    from pdserve.kernels.cpu import library
+
+    if reason := library.why_not():
+        _log.warning("no compiled CPU kernels, torch serves more slowly: %s", reason)
+    else:
+        library.set_threads(threads)
 
 
 def _refuse_structured(params: SamplingParams) -> None:

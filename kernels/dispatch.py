@@ -1,4 +1,4 @@
-"""Chooses the implementation of each kernel by device: Triton for GPUs, the torch reference for all else."""
+"""Chooses the implementation of each kernel by device: Triton for GPUs, C for CPUs where it was built, torch for all else."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Protocol
 from torch import Tensor, device
 
 from pdserve.kernels import reference, reference_fused
+from pdserve.kernels.cpu import attention, library
+from pdserve.kernels.cpu import fused as cpu_fused
 
 
 class StoreKV(Protocol):
@@ -78,6 +80,8 @@ _REFERENCE_FUSED = FusedKernels(reference_fused.rms_norm, reference_fused.rotate
 
 def kernels_for(where: device) -> Kernels:
     """The kernels that fit a device. Triton is imported only for a GPU ("cuda", which is also AMD's name in torch)."""
+    if where.type == "cpu" and library.why_not() is None:
+        return Kernels(attention.store_kv, attention.paged_attention)
     if where.type != "cuda":
         return _REFERENCE
     from pdserve.kernels import gpu
@@ -87,6 +91,8 @@ def kernels_for(where: device) -> Kernels:
 
 def fused_for(where: device) -> FusedKernels:
     """The elementwise kernels that fit a device, chosen as in `kernels_for`."""
+    if where.type == "cpu" and library.why_not() is None:
+        return FusedKernels(cpu_fused.rms_norm, cpu_fused.rotate, cpu_fused.silu_mul)
     if where.type != "cuda":
         return _REFERENCE_FUSED
     from pdserve.kernels import fused

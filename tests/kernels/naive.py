@@ -49,20 +49,21 @@ def make_inputs(case: Case, seed: int = 0) -> Inputs:
     values = [torch.randn(n, case.num_kv_heads, case.v_dim, generator=rng) for n in case.kv_lens]
     needed = [-(-n // size) for n in case.kv_lens]
     order = torch.randperm(sum(needed) + 3, generator=rng).tolist()
-    # Page views are strided in real pools: here every second element of a wider tensor.
-    key_pages = torch.full((len(order), case.num_kv_heads, size, 2 * case.k_dim), math.nan)[..., ::2]
-    value_pages = torch.full((len(order), case.num_kv_heads, size, 2 * case.v_dim), math.nan)[..., ::2]
+    # As in real pools: [page][kv_head][layer][K|V][token][dim], here the second of three layers.
+    layer = size * (case.k_dim + case.v_dim)
+    pool = torch.full((len(order), case.num_kv_heads, 3, layer), math.nan)[:, :, 1]
+    key_pages = pool[..., : size * case.k_dim].unflatten(2, (size, case.k_dim))
+    value_pages = pool[..., size * case.k_dim :].unflatten(2, (size, case.v_dim))
     tables = torch.full((len(needed), max(needed)), 10**9)
     slots = []
     for i, n in enumerate(case.kv_lens):
         pages = [order.pop() for _ in range(needed[i])]
         tables[i, : len(pages)] = torch.tensor(pages)
-        for t in range(n):
-            page, offset = pages[t // size], t % size
-            if t < n - case.num_new[i]:
-                key_pages[page, :, offset], value_pages[page, :, offset] = keys[i][t], values[i][t]
-            else:
-                slots.append(page * size + offset)
+        at = [pages[t // size] * size + t % size for t in range(n)]
+        old = torch.tensor(at[: n - case.num_new[i]], dtype=torch.int64)
+        key_pages[old // size, :, old % size] = keys[i][: len(old)]
+        value_pages[old // size, :, old % size] = values[i][: len(old)]
+        slots += at[len(old) :]
     starts = torch.tensor([0, *case.num_new]).cumsum(0)
     query = torch.randn(int(starts[-1]), case.num_heads, case.k_dim, generator=rng)
     sinks = torch.randn(case.num_heads, generator=rng) if case.sinks else None

@@ -5,10 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.kernels.dispatch import kernels_for
+from pdserve.kernels.dispatch import Kernels, kernels_for
+from pdserve.kernels.reference import paged_attention, store_kv
 from tests.kernels.naive import Case, Inputs, make_inputs, naive_attention, new_tokens
 
-KERNELS = kernels_for(torch.device("cpu"))
+REFERENCE = Kernels(store_kv, paged_attention)
+CHOSEN = kernels_for(torch.device("cpu"))
+EACH = pytest.mark.parametrize("kernels", [REFERENCE, CHOSEN], ids=["reference", "chosen"])
 SCALE = 0.31
 
 CASES = {
@@ -30,15 +33,15 @@ CASES = {
 }
 
 
-def run(case: Case, inputs: Inputs) -> torch.Tensor:
-    KERNELS.store_kv(
+def run(kernels: Kernels, case: Case, inputs: Inputs) -> torch.Tensor:
+    kernels.store_kv(
         new_tokens(case, inputs.keys),
         new_tokens(case, inputs.values),
         inputs.key_pages,
         inputs.value_pages,
         inputs.slots,
     )
-    return KERNELS.paged_attention(
+    return kernels.paged_attention(
         inputs.query,
         inputs.key_pages,
         inputs.value_pages,
@@ -52,14 +55,16 @@ def run(case: Case, inputs: Inputs) -> torch.Tensor:
     )
 
 
+@EACH
 @pytest.mark.parametrize("name", CASES)
-def test_attention_equals_the_naive_one(name: str) -> None:
+def test_attention_equals_the_naive_one(kernels: Kernels, name: str) -> None:
     case = CASES[name]
     inputs = make_inputs(case)
     expected = naive_attention(case, inputs, SCALE)
-    torch.testing.assert_close(run(case, inputs).double(), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(run(kernels, case, inputs).double(), expected, atol=2e-6, rtol=1e-5)
 
 
+@EACH
 @settings(max_examples=40)
 @given(
     lens=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 20)), min_size=1, max_size=4),
@@ -71,6 +76,7 @@ def test_attention_equals_the_naive_one(name: str) -> None:
     seed=st.integers(0, 1000),
 )
 def test_attention_of_any_batch(
+    kernels: Kernels,
     lens: list[tuple[int, int]],
     page_size: int,
     group: int,
@@ -93,15 +99,16 @@ def test_attention_of_any_batch(
     )
     inputs = make_inputs(case, seed)
     expected = naive_attention(case, inputs, SCALE)
-    torch.testing.assert_close(run(case, inputs).double(), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(run(kernels, case, inputs).double(), expected, atol=2e-6, rtol=1e-5)
 
 
-def test_store_writes_its_slots_and_nothing_else() -> None:
+@EACH
+def test_store_writes_its_slots_and_nothing_else(kernels: Kernels) -> None:
     case = Case((2, 3), (6, 3))
     inputs = make_inputs(case)
     before = inputs.key_pages.clone()
     keys = new_tokens(case, inputs.keys)
-    KERNELS.store_kv(keys, new_tokens(case, inputs.values), inputs.key_pages, inputs.value_pages, inputs.slots)
+    kernels.store_kv(keys, new_tokens(case, inputs.values), inputs.key_pages, inputs.value_pages, inputs.slots)
     for row, slot in enumerate(inputs.slots.tolist()):
         page, offset = divmod(slot, case.page_size)
         assert torch.equal(inputs.key_pages[page, :, offset], keys[row])
@@ -109,8 +116,9 @@ def test_store_writes_its_slots_and_nothing_else() -> None:
     assert torch.equal(inputs.key_pages.nan_to_num(-1.0), before.nan_to_num(-1.0))
 
 
+@EACH
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near(dtype: torch.dtype) -> None:
+def test_half_precision_stays_near(kernels: Kernels, dtype: torch.dtype) -> None:
     case = Case((1, 6), (9, 11), window=6, softcap=2.0, sinks=True)
     inputs = make_inputs(case)
     expected = naive_attention(case, inputs, SCALE)
@@ -118,4 +126,4 @@ def test_half_precision_stays_near(dtype: torch.dtype) -> None:
         setattr(inputs, name, getattr(inputs, name).to(dtype))
     inputs.keys = [k.to(dtype) for k in inputs.keys]
     inputs.values = [v.to(dtype) for v in inputs.values]
-    torch.testing.assert_close(run(case, inputs).double(), expected, atol=3e-2, rtol=3e-2)
+    torch.testing.assert_close(run(kernels, case, inputs).double(), expected, atol=3e-2, rtol=3e-2)
