@@ -1,4 +1,4 @@
-"""Chooses the implementation of each kernel by device: Triton for GPUs, C for CPUs where it was built, torch for all else."""
+"""Chooses the implementation of each kernel by device: Triton for GPUs, C for CPUs where it was built, else torch."""
 
 from __future__ import annotations
 
