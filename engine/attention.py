@@ -12,12 +12,30 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pdserve.core.errors import ConfigError
 from pdserve.engine.forward_batch import ForwardBatch
 from pdserve.engine.kv_cache import LayerPages
 from pdserve.kernels.dispatch import Kernels
 
 ATTENTION_NAME = "pdserve_paged"
+
+_WITHOUT_EFFECT = {
+    "cache",
+    "cache_position",
+    "cu_seq_lens_k",
+    "cu_seq_lens_q",
+    "deterministic",
+    "dropout",
+    "max_length_k",
+    "max_length_q",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+"""What layers pass beside the arguments of `attend`, and what may be ignored: it does not change the answer here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,18 +94,36 @@ class PagedContext:
 
 
 @dataclass(frozen=True, slots=True)
-class ShapeRecorder:
-    """Notes which layers call and the shape of their KV; answers zeros.
+class LayerFacts:
+    """What a layer says when it calls.
 
     Attributes:
-        shapes: Layer -> (num_kv_heads, k_dim, v_dim).
+        kv_shape: (num_kv_heads, k_dim, v_dim).
+        window: Its sliding window, or None.
+        softcap: Its softcap, or None.
     """
 
-    shapes: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    kv_shape: tuple[int, int, int]
+    window: int | None
+    softcap: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecorder:
+    """Notes which layers call and what they say; answers zeros.
+
+    Attributes:
+        calls: Layer of each call, in order.
+        layers: What each layer said last.
+    """
+
+    calls: list[int] = field(default_factory=list)
+    layers: dict[int, LayerFacts] = field(default_factory=dict)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See `AttentionContext`."""
-        self.shapes[layer] = (key.shape[1], key.shape[2], value.shape[2])
+        self.calls.append(layer)
+        self.layers[layer] = LayerFacts((key.shape[1], key.shape[2], value.shape[2]), options.window, options.softcap)
         return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
 
 
@@ -109,12 +145,26 @@ def attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     pdserve: AttentionContext | None = None,
-    **_: object,
+    **others: object,
 ) -> tuple[Tensor, None]:
-    """What transformers calls: one sequence `[1, heads, num_tokens, dim]` in, `[1, num_tokens, heads, dim]` out."""
-    if pdserve is None or attention_mask is not None:
-        raise ConfigError("this model's layers do not pass our attention through; it cannot be served")
+    """What transformers calls: one sequence `[1, heads, num_tokens, dim]` in, `[1, num_tokens, heads, dim]` out.
+
+    Raises:
+        ValueError: The layer asks for something that would be ignored.
+    """
+    if pdserve is None:
+        raise ValueError("its layers do not pass our attention through")
+    if attention_mask is not None:
+        raise ValueError("its layers bring a mask of their own")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError("its attention is not causal")
+    ignored = sorted(name for name, value in others.items() if value is not None and name not in _WITHOUT_EFFECT)
+    if ignored:
+        raise ValueError(f"its layers ask for {', '.join(ignored)}, which we do not have")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError("its layers attend over more than the tokens that they are given")
     options = AttentionOptions(
         scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
         window=sliding_window,

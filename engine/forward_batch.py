@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -33,6 +33,12 @@ class ForwardBatch:
     page_tables: Tensor
     sampled_rows: Tensor
     prompt_rows: Tensor
+
+    def to(self, where: torch.device) -> ForwardBatch:
+        """The same on a device."""
+        if where.type == "cpu":
+            return self
+        return ForwardBatch(**{f.name: getattr(self, f.name).to(where, non_blocking=True) for f in fields(self)})
 
 
 def build_batch(output: SchedulerOutput, page_size: int) -> ForwardBatch:

@@ -57,7 +57,19 @@ def layer_views(layout: KVLayout, num_pages: int, buffer: memoryview) -> dict[in
     """
     import torch
 
-    flat = torch.frombuffer(buffer, dtype=getattr(torch, layout.dtype), count=num_pages * layout.page_elements)
+    return views_of(
+        layout, torch.frombuffer(buffer, dtype=getattr(torch, layout.dtype), count=num_pages * layout.page_elements)
+    )
+
+
+def views_of(layout: KVLayout, flat: Tensor) -> dict[int, LayerPages]:
+    """`layer_views` over a tensor, on whatever device.
+
+    Args:
+        layout: The layout.
+        flat: `[num_pages * layout.page_elements]` of `layout.dtype`.
+    """
+    num_pages = flat.shape[0] // layout.page_elements
     size = layout.page_size
     views = {}
     for group, group_at in zip(layout.groups, layout.group_offsets, strict=True):

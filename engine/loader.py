@@ -1,11 +1,14 @@
 """Loads a transformers model with our attention in every layer, or refuses it.
 
-A model that ignores our attention would answer wrongly without an error: a warm-up pass must see every layer call it.
+A model that ignores our attention, or keeps something beside it, would answer wrongly without an error: short passes
+must see every layer call it, and the right answers (`engine.model_check`).
 """
 
 from __future__ import annotations
 
 import json
+import logging
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.hashing import identity_digest
 from pdserve.core.layout import DTYPE_BYTES, KVLayout, LayerGroup
 from pdserve.engine import attention
+from pdserve.engine.model_check import check_answers, check_windows, fact, record_layers, refuse
 from pdserve.engine.model_store import weights_digest
 from pdserve.engine.progress import Progress, SilentProgress
 
@@ -38,6 +42,8 @@ _IDENTITY_CONFIG = (
     "attn_logit_softcapping",
     "query_pre_attn_scalar",
 )
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -64,14 +70,18 @@ class LoadedModel:
 
     def layout(self, page_size: int) -> KVLayout:
         """KV layout: one group per distinct KV shape, in order of its first layer."""
-        layers: dict[tuple[int, int, int], list[int]] = {}
-        for layer, shape in enumerate(self.kv_shapes):
-            layers.setdefault(shape, []).append(layer)
-        return KVLayout(page_size, self.dtype, tuple(LayerGroup(tuple(ls), *shape) for shape, ls in layers.items()))
+        return _layout(self.kv_shapes, page_size, self.dtype)
 
     def identity_digest(self, model_name: str) -> bytes:
         """Digest of `identity` and the served name."""
         return identity_digest({**self.identity, "model": model_name})
+
+
+def _layout(kv_shapes: tuple[tuple[int, int, int], ...], page_size: int, dtype: str) -> KVLayout:
+    layers: dict[tuple[int, int, int], list[int]] = {}
+    for layer, shape in enumerate(kv_shapes):
+        layers.setdefault(shape, []).append(layer)
+    return KVLayout(page_size, dtype, tuple(LayerGroup(tuple(ls), *shape) for shape, ls in layers.items()))
 
 
 def load_model(directory: Path, dtype: str = "auto", progress: Progress | None = None) -> LoadedModel:
@@ -92,15 +102,28 @@ def load_model(directory: Path, dtype: str = "auto", progress: Progress | None =
     transformers.utils.logging.disable_progress_bar()
     progress.begin("loading the model")
     try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=getattr(torch, dtype), local_files_only=True
+        model, found = transformers.AutoModelForCausalLM.from_pretrained(
+            directory, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
         what = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise ConfigError(f"cannot load the model in {directory}: {what}") from e
+    _check_weights(directory, found)
     loaded = prepare_model(model, dtype, digest)
     progress.end()
     return loaded
+
+
+def _check_weights(directory: Path, found: Mapping[str, Collection[Any]]) -> None:
+    """transformers makes up what a checkpoint lacks, with a warning."""
+    for kind, what in (("missing_keys", "are missing"), ("mismatched_keys", "have another shape")):
+        if names := sorted(str(name) for name in found[kind]):
+            raise ConfigError(
+                f"cannot load the model in {directory}: {len(names)} of its weights {what}, such as {names[0]}",
+                reason="CORRUPT_MODEL",
+            )
+    if names := sorted(str(name) for name in found["unexpected_keys"]):
+        _log.warning("%d weights in %s are not used by its model, such as %s", len(names), directory, names[0])
 
 
 def prepare_model(model: Any, dtype: str, weights: str) -> LoadedModel:
@@ -116,14 +139,15 @@ def prepare_model(model: Any, dtype: str, weights: str) -> LoadedModel:
     """
     config = model.config.get_text_config()
     shapes = _install_attention(model, config)
+    check_answers(model, config, lambda page_size: _layout(shapes, page_size, dtype))
     eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     eos = config.eos_token_id if eos is None else eos
-    facts = {name: getattr(config, name, None) for name in _IDENTITY_CONFIG}
+    facts = {name: fact(config, name) for name in _IDENTITY_CONFIG}
     return LoadedModel(
         model=model,
         dtype=dtype,
         kv_shapes=shapes,
-        max_model_len=getattr(config, "max_position_embeddings", None),
+        max_model_len=_max_model_len(config),
         vocab_size=config.vocab_size,
         eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
         identity={
@@ -136,22 +160,29 @@ def prepare_model(model: Any, dtype: str, weights: str) -> LoadedModel:
 
 
 def _install_attention(model: Any, config: Any) -> tuple[tuple[int, int, int], ...]:
-    kind = f"models of type {config.model_type!r} cannot be served"
-    if not model._supports_attention_backend:
-        raise ConfigError(f"{kind}: transformers gives them no exchangeable attention", reason="UNSUPPORTED_MODEL")
+    if not getattr(model, "_supports_attention_backend", False):
+        raise refuse(config, "transformers gives them no exchangeable attention")
     unknown = sorted(set(getattr(config, "layer_types", None) or ()) - _KNOWN_LAYER_TYPES)
     if unknown or getattr(config, "attention_chunk_size", None):
-        raise ConfigError(f"{kind}: layers of type {', '.join(unknown) or 'chunked'}", reason="UNSUPPORTED_MODEL")
+        raise refuse(config, f"layers of type {', '.join(unknown) or 'chunked'}")
     attention.register()
     model.eval().requires_grad_(False)
     model.set_attn_implementation(attention.ATTENTION_NAME)
-    recorder = attention.ShapeRecorder()
-    tokens = torch.zeros((1, 4), dtype=torch.int64)
-    with torch.inference_mode():
-        model(input_ids=tokens, position_ids=torch.arange(4)[None], use_cache=False, pdserve=recorder)
-    if sorted(recorder.shapes) != list(range(config.num_hidden_layers)):
-        raise ConfigError(
-            f"{kind}: {len(recorder.shapes)} of {config.num_hidden_layers} layers called our attention",
-            reason="UNSUPPORTED_MODEL",
-        )
-    return tuple(recorder.shapes[layer] for layer in range(config.num_hidden_layers))
+    layers = record_layers(model, config)
+    check_windows(config, layers)
+    return tuple(layers[layer].kv_shape for layer in range(config.num_hidden_layers))
+
+
+def _max_model_len(config: Any) -> int | None:
+    """Positions that the model knows and that do not change what earlier ones were.
+
+    Beyond `original_max_position_embeddings` longrope takes other factors, for all tokens of a forward pass: those that
+    share it with a long sequence, and keys stored before, would be wrong.
+    """
+    length: int | None = getattr(config, "max_position_embeddings", None)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        if part.get("rope_type") == "longrope":
+            original = part.get("original_max_position_embeddings") or config.original_max_position_embeddings
+            length = min(n for n in (length, original) if n is not None)
+    return length

@@ -46,6 +46,18 @@ _LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 1e4,
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+    "original_max_position_embeddings": 64,
+}
+_SCALED_ROPE = {
+    **{"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8},
+    **{"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.5},
+}
+_MIXED_LAYERS = ["sliding_attention", "full_attention"] * 2
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "llama, stretched rope": ("LlamaConfig", {"rope_parameters": _LLAMA3_ROPE}),
@@ -84,7 +96,49 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "first_k_dense_replace": 1,
         },
     ),
+    "llama, longrope": ("LlamaConfig", {"rope_parameters": _LONGROPE}),
+    "llama, dynamic rope": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}, "max_position_embeddings": 64},
+    ),
+    "gemma": ("GemmaConfig", {}),
+    "gemma3n: layers without KV of their own": (
+        "Gemma3nTextConfig",
+        {
+            **{"num_hidden_layers": 4, "sliding_window": 5, "num_kv_shared_layers": 2, "laurel_rank": 4},
+            **{"layer_types": _MIXED_LAYERS, "activation_sparsity_pattern": [0.0] * 4},
+            **{
+                "vocab_size_per_layer_input": VOCAB_SIZE,
+                "hidden_size_per_layer_input": 8,
+                "intermediate_size": [48] * 4,
+            },
+        },
+    ),
+    "gemma4: wider heads in some layers": (
+        "Gemma4TextConfig",
+        {
+            **{"num_hidden_layers": 4, "sliding_window": 5, "layer_types": _MIXED_LAYERS, "global_head_dim": 16},
+            **{"vocab_size_per_layer_input": VOCAB_SIZE, "hidden_size_per_layer_input": 8, "num_kv_shared_layers": 2},
+        },
+    ),
+    "qwen3-moe": ("Qwen3MoeConfig", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4}),
+    "olmo2": ("Olmo2Config", {}),
+    "olmo3: window": ("Olmo3Config", {"sliding_window": 5}),
+    "granite: factors": ("GraniteConfig", {"attention_multiplier": 0.3, "logits_scaling": 2.0}),
+    "smollm3: layers without rope": ("SmolLM3Config", {"no_rope_layer_interval": 2}),
+    "cohere": ("CohereConfig", {}),
+    "cohere2: window": ("Cohere2Config", {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "starcoder2": ("Starcoder2Config", {"sliding_window": 6}),
+    "phi: partial rope": ("PhiConfig", {}),
+    "phi3": ("Phi3Config", {}),
+    "opt: learned positions": ("OPTConfig", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
+    "gpt-neox": ("GPTNeoXConfig", {}),
+    "glm4": ("Glm4Config", {}),
+    "exaone4: window": ("Exaone4Config", {"sliding_window": 5, "sliding_window_pattern": 2}),
+    "ministral3: scale by position": ("Ministral3Config", {"rope_parameters": _SCALED_ROPE}),
 }
+"""Name -> (class of the configuration, what is other than `_COMMON`)."""
 
 
 def make_model(config_class: str, overrides: dict[str, Any]) -> Any:
