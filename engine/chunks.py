@@ -95,6 +95,11 @@ class Chunks:
             self.sequences.append(seq)
             self._num_tokens.append(num_tokens)
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens dealt so far."""
+        return sum(self._num_tokens)
+
     def shares(self) -> list[int]:
         """Tokens of each of `sequences`, with what was left."""
         if self._num_long and self.left:

@@ -10,7 +10,7 @@ the prompt's KV was pulled the leader has it from the start.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from pdserve.core.request import Request
 from pdserve.engine.sequence import Sequence, SequenceState
@@ -46,3 +46,9 @@ def release_forks(leader: Sequence) -> list[Sequence]:
 def count_waiting(sequences: Iterable[Sequence]) -> int:
     """How many of them wait for a leader."""
     return sum(seq.state is SequenceState.WAITING_FORK for seq in sequences)
+
+
+def check_forks(sequences: Collection[Sequence]) -> None:
+    """Proves that those that wait for a leader have one."""
+    forks = {fork for seq in sequences for fork in seq.forks}
+    assert all((seq in forks) == (seq.state is SequenceState.WAITING_FORK) for seq in sequences)

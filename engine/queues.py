@@ -76,7 +76,8 @@ class Queues:
         return self.num_waiting_tokens + sum([seq.goal - seq.num_computed for seq in self.running])
 
     def check(self, seq: Sequence) -> None:
-        """Proves that a living sequence is where its state says, and nowhere else."""
+        """Proves that a living sequence is whole and where its state says, and nowhere else."""
+        seq.check()
         assert (seq in self.running) == (seq.state is SequenceState.RUNNING)
         assert (seq in self.waiting) == (seq.state is SequenceState.WAITING)
         assert any(seq is s for s in self.reservations) == (seq.state is SequenceState.WAITING_KV and not seq.granted)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from pdserve.core.request import FinishReason, Request
 from pdserve.engine.batching import Batching, ContinuousBatching, Padding
 from pdserve.engine.chunks import Chunks, SchedulerLimits
-from pdserve.engine.forks import count_waiting, lead, release_forks, same_prefix
+from pdserve.engine.forks import check_forks, count_waiting, lead, release_forks, same_prefix
 from pdserve.engine.holdings import Holdings
 from pdserve.engine.lines import Policy, age
 from pdserve.engine.page_pool import PagePool
@@ -37,6 +37,7 @@ from pdserve.engine.step import (
     RunnerOutput,
     SampledToken,
     SamplingFailure,
+    ScheduledSequence,
     SchedulerOutput,
     SequenceAborted,
     SequenceFailed,
@@ -169,8 +170,8 @@ class Scheduler:
             The work, or None when nothing can run before another command or `next_expiry`.
         """
         self._reclaim_for_reserved()
-        decodes: list[Sequence] = []
-        chunked: list[Sequence] = []
+        # Rows are made in the same pass: with many sequences each pass misses the caches.
+        decodes, items, chunked = list[Sequence](), list[ScheduledSequence](), list[Sequence]()
         at = 0
         while at < len(self._running):  # a decode that grows takes only younger ones, further on in the list
             seq = self._running[at]
@@ -179,6 +180,7 @@ class Scheduler:
                 chunked.append(seq)
             elif seq.num_computed < seq.capacity or self._grow(seq):
                 decodes.append(seq)
+                items.append(seq.item(1))
         chunks = Chunks(self._limits, len(decodes) + len(self._padding))
         for seq in chunked:
             chunks.deal(seq)
@@ -192,17 +194,18 @@ class Scheduler:
             chunks.deal(started, least=1)
         self._batching.join(len(self._running) - before)
         self._scheduled = [*decodes, *chunks.sequences]
-        items = [seq.item(1) for seq in decodes] + list(map(Sequence.item, chunks.sequences, chunks.shares()))
+        items += map(Sequence.item, chunks.sequences, chunks.shares())
         copies, self._copies = tuple(self._copies), []
         if not items and not copies:
             return None
         self._step += 1
         rows = (*items, *(self._padding.rows() if items else ()))
-        return SchedulerOutput(self._step, rows, sum([len(row.token_ids) for row in rows]), copies)
+        num_tokens = len(rows) - len(chunks.sequences) + chunks.num_tokens  # the others have one each
+        return SchedulerOutput(self._step, rows, num_tokens, copies)
 
     def update(self, output: SchedulerOutput, result: RunnerOutput) -> None:
         """Accounts for a computed step; its events are in `take_events`."""
-        events = self._events
+        events, page_size = self._events, self._limits.page_size
         self._pages.end_step()
         assert len(result.sampled) == len(output.sequences)
         for at, logprobs in result.prompts.items():
@@ -213,7 +216,8 @@ class Scheduler:
                 seq.started = True
                 events.append(PrefillStarted(seq.key))
             if not (isinstance(token, SamplingFailure) and token.kv_suspect):
-                self._pages.publish(seq)
+                if seq.num_computed // page_size > seq.num_published:
+                    self._pages.publish(seq)
                 if seq.forks and seq.num_computed >= seq.num_prompt:
                     self._fork(seq)
             if isinstance(token, SamplingFailure):
@@ -257,12 +261,8 @@ class Scheduler:
         """Proves that both pools' holders are the sequences' pages and that every sequence is where its state says."""
         self._pages.check([*self._sequences.values(), *self._padding])
         self._swap.check(self._sequences.values())
-        forks = {fork for seq in self._sequences.values() for fork in seq.forks}
+        check_forks(self._sequences.values())
         for seq in self._sequences.values():
-            assert seq.num_computed <= len(seq.tokens) <= max(seq.max_len, seq.num_initial)
-            assert seq.num_computed <= seq.capacity or seq.host_pages
-            assert not seq.host_pages or seq.state is SequenceState.WAITING
-            assert (seq in forks) == (seq.state is SequenceState.WAITING_FORK)
             self._queues.check(seq)
         self._queues.check_order()
         assert len(self._running) + len(self._padding) <= self._limits.max_num_seqs

@@ -169,6 +169,12 @@ class Sequence:
         assert state in TRANSITIONS[self.state], f"sequence {self.key}: {self.state} -> {state}"
         self.state = state
 
+    def check(self) -> None:
+        """Proves that its numbers agree with each other."""
+        assert self.num_computed <= len(self.tokens) <= max(self.max_len, self.num_initial)
+        assert self.num_computed <= self.capacity or self.host_pages
+        assert not self.host_pages or self.state is SequenceState.WAITING
+
     def finish_reason(self) -> FinishReason | None:
         """Why the newest token ends the sequence, or None."""
         if self.tokens[-1] in self.stop_ids and len(self.tokens) > self.min_len:
