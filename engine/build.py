@@ -169,7 +169,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
 
     torch.set_num_threads(config.threads or 1)
     _use_cpu_kernels(config.threads or 1)
-    loaded = load_model(model_dir, config.dtype, progress)
+    loaded = load_model(model_dir, config.dtype, progress, impl=config.model_impl)
     layout = loaded.layout(config.page_size)
     num_pages = config.num_pages or _num_pages(config, layout)
     memory = make_pool(layout, num_pages)

@@ -29,6 +29,12 @@ class EngineConfig:
         "type of weights and KV; auto: float32",
         choices=("auto", "float32", "float16", "bfloat16"),
     )
+    model_impl: str = option(
+        "auto",
+        "whose code computes the model; lean: our own of Llama, Qwen2, Qwen3 and Mistral in float32; transformers: its "
+        "modules; auto: lean where it knows the model exactly",
+        choices=("auto", "lean", "transformers"),
+    )
     max_model_len: int | None = option(
         None,
         "prompt and output tokens together, at most; default: what the model and the pool allow",

@@ -1,4 +1,5 @@
-"""Loads a transformers model with our attention in every layer, or refuses it.
+"""Loads a model: by the lean definition where it knows the model exactly, else transformers' with our attention in
+every layer, or refuses it.
 
 A model that ignores our attention, or keeps something beside it, would answer wrongly without an error: short passes
 must see every layer call it, and the right answers (`engine.model_check`).
@@ -14,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError
 
 from pdserve.core.errors import ConfigError
@@ -23,6 +23,10 @@ from pdserve.core.layout import DTYPE_BYTES, KVLayout, LayerGroup
 from pdserve.engine import attention
 from pdserve.engine.model_check import check_answers, check_windows, fact, record_layers, refuse
 from pdserve.engine.model_store import weights_digest
+from pdserve.engine.models.lean import LeanModel
+from pdserve.engine.models.linear import TorchLinear
+from pdserve.engine.models.spec import NotLean, read_spec
+from pdserve.engine.models.weights import WeightFiles
 from pdserve.engine.progress import Progress, SilentProgress
 
 KV_VERSION = 1
@@ -51,7 +55,7 @@ class LoadedModel:
     """A model ready to run.
 
     Attributes:
-        model: transformers' causal LM: eval mode, our attention.
+        model: transformers' causal LM with our attention, or a `LeanModel`, which is called in the same way.
         dtype: Weights and KV: a key of `DTYPE_BYTES`.
         kv_shapes: Per layer (num_kv_heads, k_dim, v_dim), in layer order.
         max_model_len: Positions that the model knows; None when it does not say.
@@ -84,13 +88,16 @@ def _layout(kv_shapes: tuple[tuple[int, int, int], ...], page_size: int, dtype: 
     return KVLayout(page_size, dtype, tuple(LayerGroup(tuple(ls), *shape) for shape, ls in layers.items()))
 
 
-def load_model(directory: Path, dtype: str = "auto", progress: Progress | None = None) -> LoadedModel:
+def load_model(
+    directory: Path, dtype: str = "auto", progress: Progress | None = None, *, impl: str = "auto"
+) -> LoadedModel:
     """Loads a model onto the CPU.
 
     Args:
         directory: See `model_store.resolve_model`.
         dtype: "auto" (float32) or a key of `DTYPE_BYTES`.
         progress: Told about long steps.
+        impl: `EngineConfig.model_impl`.
 
     Raises:
         ConfigError: The directory cannot be read, or the model cannot be served.
@@ -99,8 +106,40 @@ def load_model(directory: Path, dtype: str = "auto", progress: Progress | None =
     dtype = "float32" if dtype == "auto" else dtype
     assert dtype in DTYPE_BYTES, dtype
     digest = weights_digest(directory, progress)
-    transformers.utils.logging.disable_progress_bar()
     progress.begin("loading the model")
+    loaded = None if impl == "transformers" else _try_lean(directory, dtype, digest, required=impl == "lean")
+    loaded = loaded or _load_transformers(directory, dtype, digest)
+    progress.end()
+    return loaded
+
+
+def _try_lean(directory: Path, dtype: str, digest: str, *, required: bool) -> LoadedModel | None:
+    try:
+        if dtype != "float32":
+            raise NotLean(f"the lean definition computes in float32, not {dtype}")
+        spec = read_spec(directory)
+        with WeightFiles(directory) as files:
+            model = LeanModel(spec, files, TorchLinear, TorchLinear)
+    except NotLean as e:
+        if required:
+            raise ConfigError(f"--model-impl is 'lean', but {directory.name} cannot be served so: {e}") from e
+        _log.info("transformers' modules serve %s: %s", directory.name, e)
+        return None
+    return LoadedModel(
+        model=model,
+        dtype=dtype,
+        kv_shapes=((spec.num_kv_heads, spec.head_dim, spec.head_dim),) * spec.num_layers,
+        max_model_len=spec.max_model_len,
+        vocab_size=spec.vocab_size,
+        eos_token_ids=spec.eos_token_ids,
+        identity=_identity({name: spec.facts.get(name) for name in _IDENTITY_CONFIG}, dtype, digest),
+    )
+
+
+def _load_transformers(directory: Path, dtype: str, digest: str) -> LoadedModel:
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
@@ -109,9 +148,7 @@ def load_model(directory: Path, dtype: str = "auto", progress: Progress | None =
         what = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise ConfigError(f"cannot load the model in {directory}: {what}") from e
     _check_weights(directory, found)
-    loaded = prepare_model(model, dtype, digest)
-    progress.end()
-    return loaded
+    return prepare_model(model, dtype, digest)
 
 
 def _check_weights(directory: Path, found: Mapping[str, Collection[Any]]) -> None:
@@ -150,13 +187,17 @@ def prepare_model(model: Any, dtype: str, weights: str) -> LoadedModel:
         max_model_len=_max_model_len(config),
         vocab_size=config.vocab_size,
         eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
-        identity={
-            "kv_version": KV_VERSION,
-            "weights": weights,
-            "attention": json.dumps(facts, sort_keys=True, default=str),
-            "kv_dtype": dtype,
-        },
+        identity=_identity(facts, dtype, weights),
     )
+
+
+def _identity(facts: Mapping[str, object], dtype: str, weights: str) -> dict[str, str | int]:
+    return {
+        "kv_version": KV_VERSION,
+        "weights": weights,
+        "attention": json.dumps(facts, sort_keys=True, default=str),
+        "kv_dtype": dtype,
+    }
 
 
 def _install_attention(model: Any, config: Any) -> tuple[tuple[int, int, int], ...]:

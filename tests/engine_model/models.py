@@ -153,6 +153,11 @@ def make_model(config_class: str, overrides: dict[str, Any]) -> Any:
 def save_model(family: str, directory: Path) -> None:
     """Writes a random model with a tokenizer of the words w0, w1, ... ."""
     make_model(*FAMILIES[family]).save_pretrained(directory)
+    save_tokenizer(directory)
+
+
+def save_tokenizer(directory: Path) -> None:
+    """Writes a tokenizer of the words w0, w1, ... ."""
     words = {f"w{i}": i for i in range(VOCAB_SIZE)}
     tokenizer = {
         "version": "1.0",

@@ -1,0 +1,242 @@
+"""The lean definition: Llama, Qwen2, Qwen3 and Mistral without modules, from weight files alone.
+
+Query, key and value are one linear, gate and up another. What a part adds to the residual stream is summed by the norm
+that follows it: `hidden += delta; normed = norm(hidden)` is one kernel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pdserve.engine.attention import AttentionContext, AttentionOptions
+from pdserve.engine.models.linear import Linear, MakeLinear
+from pdserve.engine.models.spec import LeanSpec, NotLean
+from pdserve.engine.models.weights import WeightFiles
+from pdserve.kernels.dispatch import fused_for
+
+
+class Logits(NamedTuple):
+    """What a call of the model gives, as transformers' models do.
+
+    Attributes:
+        logits: `[1, num_rows, vocab_size]`.
+    """
+
+    logits: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    attention_norm: Tensor
+    qkv: Linear
+    query_norm: Tensor | None
+    key_norm: Tensor | None
+    options: AttentionOptions
+    out: Linear
+    mlp_norm: Tensor
+    gate_up: Linear
+    down: Linear
+
+
+class _Rotation(NamedTuple):
+    """Cosines and sines of the tokens' angles, a row of `table` for each token: tables of all positions would be large
+    for models that know many.
+    """
+
+    rows: Tensor
+    table: Tensor
+
+
+class LeanModel:
+    """A causal LM that is called as transformers' ones are, with our attention.
+
+    Args:
+        spec: The model.
+        files: Its weights.
+        make_linear: Makes the layers' linears.
+        make_head: Makes the head.
+        dtype: Of weights and activations.
+
+    Attributes:
+        device: Where it runs.
+
+    Raises:
+        NotLean: The weights are not those of the specification.
+    """
+
+    def __init__(
+        self,
+        spec: LeanSpec,
+        files: WeightFiles,
+        make_linear: MakeLinear,
+        make_head: MakeLinear,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        _check_names(spec, files)
+        self.device = torch.device("cpu")
+        self._spec = spec
+        self._kernels = fused_for(self.device)
+        self._inv_freq = inverse_frequencies(spec.rope, spec.head_dim)
+        self._layers = [_load_layer(spec, files, dtype, make_linear, i) for i in range(spec.num_layers)]
+        self._norm = files.rows(["model.norm.weight"], dtype)
+        self._embedding = files.rows(["model.embed_tokens.weight"], dtype)
+        self._head = make_head(self._embedding if spec.tied else files.rows(["lm_head.weight"], dtype), None)
+
+    def __call__(
+        self,
+        *,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        logits_to_keep: Tensor,
+        pdserve: AttentionContext,
+        use_cache: bool = False,
+    ) -> Logits:
+        """One pass.
+
+        Args:
+            input_ids: `[1, num_tokens]`.
+            position_ids: `[1, num_tokens]`.
+            logits_to_keep: `[num_rows]`, the tokens whose logits are wanted.
+            pdserve: Stores and reads KV.
+            use_cache: False: transformers' models would keep one of their own.
+        """
+        hidden = F.embedding(input_ids[0], self._embedding)
+        rotation = self._rotation(position_ids[0])
+        delta: Tensor | None = None
+        for at, layer in enumerate(self._layers):
+            attended = self._attend(at, layer, self._add_norm(hidden, delta, layer.attention_norm), rotation, pdserve)
+            if at == len(self._layers) - 1:  # what follows is asked for in some rows only
+                attended, hidden = attended[logits_to_keep], hidden[logits_to_keep]
+            gate_up = layer.gate_up(self._add_norm(hidden, layer.out(attended), layer.mlp_norm))
+            gated = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+            self._kernels.silu_mul(gate_up, gated)
+            delta = layer.down(gated)
+        return Logits(self._head(self._add_norm(hidden, delta, self._norm))[None])
+
+    def _attend(self, at: int, layer: _Layer, normed: Tensor, rotation: _Rotation, context: AttentionContext) -> Tensor:
+        num_heads, num_tokens = self._spec.num_heads, normed.shape[0]
+        heads = layer.qkv(normed).view(num_tokens, -1, self._spec.head_dim)
+        num_rotated = num_heads + self._spec.num_kv_heads
+        query, key, value = heads[:, :num_heads], heads[:, num_heads:num_rotated], heads[:, num_rotated:]
+        if layer.query_norm is not None and layer.key_norm is not None:
+            self._norm_heads(query, layer.query_norm)
+            self._norm_heads(key, layer.key_norm)
+        self._kernels.rotate(heads[:, :num_rotated], rotation.rows, rotation.table)
+        return context.attend(at, query, key, value, layer.options).reshape(num_tokens, -1)
+
+    def _add_norm(self, hidden: Tensor, delta: Tensor | None, weight: Tensor) -> Tensor:
+        """The norm of the sum, which replaces `hidden`."""
+        normed = torch.empty_like(hidden)
+        if delta is None:
+            self._kernels.rms_norm(hidden, weight, normed, epsilon=self._spec.norm_eps)
+        else:
+            self._kernels.rms_norm(delta, weight, normed, epsilon=self._spec.norm_eps, residual=hidden)
+        return normed
+
+    def _norm_heads(self, heads: Tensor, weight: Tensor) -> None:
+        """Norms each of `[num_tokens, num_heads, head_dim]`, in place."""
+        rows = heads.reshape(-1, heads.shape[2])
+        heads.copy_(self._add_norm(rows, None, weight).view(heads.shape))
+
+    def _rotation(self, positions: Tensor) -> _Rotation:
+        angles = positions[:, None].float() * self._inv_freq
+        return _Rotation(torch.arange(len(positions)), torch.cat((angles.cos(), angles.sin()), dim=1))
+
+
+def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
+    """Angle per position of each pair of values, `[head_dim / 2]` float32, in the order of float32 operations of
+    transformers: a last bit would be a thousandth of a turn at the end of a long prompt.
+
+    Args:
+        rope: Parameters of a type that `LeanSpec` knows.
+        head_dim: Values of a head.
+    """
+    base: float = rope["rope_theta"]
+    freqs: Tensor = 1.0 / (base ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
+    if rope["rope_type"] == "linear":
+        return freqs.div(rope["factor"])
+    if rope["rope_type"] == "default":
+        return freqs
+    # llama3: waves longer than the context of the training are stretched, short ones stay, those between are mixed.
+    factor, low, high = rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
+    lengths = 2 * math.pi / freqs
+    stretched = torch.where(lengths > context / low, freqs / factor, freqs)
+    share = (context / lengths - low) / (high - low)
+    mixed = (1 - share) * stretched / factor + share * stretched
+    between = (lengths >= context / high) & (lengths <= context / low)
+    return torch.where(between, mixed, stretched)
+
+
+def _load_layer(spec: LeanSpec, files: WeightFiles, dtype: torch.dtype, make: MakeLinear, at: int) -> _Layer:
+    prefix = f"model.layers.{at}."
+
+    def rows(*names: str) -> Tensor:
+        return files.rows([prefix + name for name in names], dtype)
+
+    def linear(biased: bool, *names: str) -> Linear:
+        bias = rows(*(f"{name}.bias" for name in names)) if biased else None
+        return make(rows(*(f"{name}.weight" for name in names)), bias)
+
+    return _Layer(
+        attention_norm=rows("input_layernorm.weight"),
+        qkv=linear(spec.qkv_bias, "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        query_norm=rows("self_attn.q_norm.weight") if spec.qk_norm else None,
+        key_norm=rows("self_attn.k_norm.weight") if spec.qk_norm else None,
+        options=AttentionOptions(spec.head_dim**-0.5, spec.windows[at], None, None),
+        out=linear(spec.out_bias, "self_attn.o_proj"),
+        mlp_norm=rows("post_attention_layernorm.weight"),
+        gate_up=linear(False, "mlp.gate_proj", "mlp.up_proj"),
+        down=linear(False, "mlp.down_proj"),
+    )
+
+
+def _check_names(spec: LeanSpec, files: WeightFiles) -> None:
+    expected, found = _expected_shapes(spec), files.shapes()
+    if spec.tied:
+        found.pop("lm_head.weight", None)  # some writers repeat it
+    different = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
+    if different:
+        raise NotLean(
+            f"{len(different)} of its weights are missing, unknown or of another shape than its configuration says, "
+            f"among them {different[0]}"
+        )
+    if unread := files.dtypes() - {"F32", "F16", "BF16"}:
+        raise NotLean(f"its weights are of type {', '.join(sorted(unread))}")
+
+
+def _expected_shapes(spec: LeanSpec) -> dict[str, tuple[int, ...]]:
+    hidden, inner = spec.hidden_size, spec.intermediate_size
+    query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not spec.tied:
+        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+    layer: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+        "self_attn.o_proj.weight": (hidden, query),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+    }
+    for name, rows in (("q", query), ("k", kv), ("v", kv)):
+        layer[f"self_attn.{name}_proj.weight"] = (rows, hidden)
+        if spec.qkv_bias:
+            layer[f"self_attn.{name}_proj.bias"] = (rows,)
+    if spec.out_bias:
+        layer["self_attn.o_proj.bias"] = (hidden,)
+    if spec.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (spec.head_dim,), "self_attn.k_norm.weight": (spec.head_dim,)}
+    for at in range(spec.num_layers):
+        shapes |= {f"model.layers.{at}.{name}": shape for name, shape in layer.items()}
+    return shapes

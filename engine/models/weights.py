@@ -1,0 +1,124 @@
+"""Weights read from safetensors files one at a time, so that no more than one of them is held twice.
+
+Nothing is mapped: pages of a mapped file would count as this process's memory until it is unmapped.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from pdserve.core.errors import ConfigError
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: io.BufferedReader
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    num_bytes: int
+
+
+class WeightFiles:
+    """Tensors of a model directory by name; a context manager that closes its files.
+
+    Args:
+        directory: Holds `*.safetensors`, whole or sharded.
+
+    Raises:
+        ConfigError: A file is not what it should be, or two hold the same name.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._files: list[io.BufferedReader] = []
+        self._entries: dict[str, _Entry] = {}
+        try:
+            for path in sorted(directory.glob("*.safetensors")):
+                file = path.open("rb")
+                self._files.append(file)
+                self._read_header(path, file)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the files."""
+        for file in self._files:
+            file.close()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor."""
+        return {name: entry.shape for name, entry in self._entries.items()}
+
+    def dtypes(self) -> set[str]:
+        """Types of the tensors, in the words of the format."""
+        return {entry.dtype for entry in self._entries.values()}
+
+    def rows(self, names: Iterable[str], dtype: torch.dtype) -> Tensor:
+        """Tensors, read one below the other.
+
+        Args:
+            names: Of tensors that have all axes but the first in common.
+            dtype: Of the result.
+        """
+        entries = [self._entries[name] for name in names]
+        target = torch.empty((sum(e.shape[0] for e in entries), *entries[0].shape[1:]), dtype=dtype)
+        at = 0
+        for entry in entries:
+            part = target[at : at + entry.shape[0]]
+            at += entry.shape[0]
+            if _DTYPES[entry.dtype] == dtype:
+                self._read_into(entry, part)
+            else:
+                raw = torch.empty(entry.shape, dtype=_DTYPES[entry.dtype])
+                self._read_into(entry, raw)
+                part.copy_(raw)
+        return target
+
+    @staticmethod
+    def _read_into(entry: _Entry, target: Tensor) -> None:
+        view = target.view(torch.uint8).flatten().numpy().data
+        entry.file.seek(entry.begin)
+        if entry.file.readinto(view) != entry.num_bytes:
+            raise ConfigError(
+                f"cannot load the model: {entry.file.name} ends early; copy it again", reason="CORRUPT_MODEL"
+            )
+
+    def _read_header(self, path: Path, file: io.BufferedReader) -> None:
+        try:
+            (size,) = struct.unpack("<Q", file.read(8))
+            if size > path.stat().st_size:
+                raise ValueError("its header is longer than the file")
+            header = json.loads(file.read(size))
+            header.pop("__metadata__", None)
+            for name, told in header.items():
+                begin, end = told["data_offsets"]
+                entry = _Entry(file, told["dtype"], tuple(told["shape"]), 8 + size + begin, end - begin)
+                if name in self._entries:
+                    raise ValueError(f"{name} is also in another file")
+                if (kind := _DTYPES.get(entry.dtype)) and math.prod(entry.shape) * kind.itemsize != entry.num_bytes:
+                    raise ValueError(f"{name} has {entry.num_bytes} bytes")
+                self._entries[name] = entry
+        except (struct.error, ValueError, KeyError, TypeError, AttributeError) as e:
+            raise ConfigError(f"cannot load the model: {path}: {e}; copy it again", reason="CORRUPT_MODEL") from e

@@ -1,0 +1,165 @@
+"""The lean definition against transformers' plain model, and what it leaves to transformers."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from pdserve.core.errors import ConfigError
+from pdserve.core.sampling import SamplingParams
+from pdserve.engine.loader import load_model
+from pdserve.engine.models.lean import LeanModel, inverse_frequencies
+from pdserve.engine.models.spec import DEFAULTS
+from tests.engine_model.models import VOCAB_SIZE, engine_run, make_model, plain_greedy
+
+LLAMA3 = {
+    **{"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "original_max_position_embeddings": 32,
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 3e4, "factor": 2.0}
+KNOWN: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {"num_key_value_heads": None, "head_dim": None}),
+    "llama, wide heads": ("LlamaConfig", {"head_dim": 12, "rms_norm_eps": 1e-3}),
+    "llama, tied": ("LlamaConfig", {"tie_word_embeddings": True, "rope_parameters": LINEAR}),
+    "llama, biases": ("LlamaConfig", {"attention_bias": True, "rope_parameters": LLAMA3}),
+    "qwen2": ("Qwen2Config", {"head_dim": ...}),
+    "qwen2, window": ("Qwen2Config", {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1}),
+    "qwen3": ("Qwen3Config", {}),
+    "qwen3, biases, window": (
+        "Qwen3Config",
+        {"attention_bias": True, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "mistral, window": ("MistralConfig", {"sliding_window": 6}),
+}
+UNKNOWN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "family": ("GemmaConfig", {}, "'gemma' have no lean definition"),
+    "activation": ("LlamaConfig", {"hidden_act": "gelu"}, "'gelu', not silu"),
+    "mlp bias": ("LlamaConfig", {"mlp_bias": True}, "MLP has biases"),
+    "key": ("LlamaConfig", {"logit_scaling": 2.0}, "logit_scaling"),
+    "rope type": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        "rope type is 'yarn'",
+    ),
+    "partial rotation": (
+        "LlamaConfig",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "partial_rotary_factor",
+    ),
+}
+
+
+def randomised(config_class: str, overrides: dict[str, Any]) -> Any:
+    """A model whose norms and biases are random too."""
+    model = make_model(config_class, overrides)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.3)
+    return model
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_tokens_equal_the_plain_model_and_kv_is_exchangeable(name: str, tmp_path: Path) -> None:
+    model = randomised(*KNOWN[name])
+    model.save_pretrained(tmp_path)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (1, 3, 4, 5, 30)]
+    greedy = SamplingParams(temperature=0.0, max_tokens=7, logprobs=0)
+    loaded = load_model(tmp_path, impl="lean")
+    assert isinstance(loaded.model, LeanModel)
+    results = engine_run(loaded, prompts, [greedy] * len(prompts))
+    for prompt, (tokens, logprobs) in zip(prompts, results, strict=True):
+        expected_tokens, expected_logprobs = plain_greedy(model, prompt, 7)
+        assert tokens == expected_tokens
+        assert logprobs == pytest.approx(expected_logprobs, abs=2e-4)
+    theirs = load_model(tmp_path, impl="transformers")
+    assert loaded.identity == theirs.identity
+    for fact in ("kv_shapes", "max_model_len", "vocab_size", "eos_token_ids", "dtype"):
+        assert getattr(loaded, fact) == getattr(theirs, fact), fact
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_what_it_does_not_know_exactly_is_transformers_business(name: str, tmp_path: Path) -> None:
+    config_class, overrides, why = UNKNOWN[name]
+    make_model(config_class, overrides).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=f"--model-impl is 'lean', but .*{why}"):
+        load_model(tmp_path, impl="lean")
+    assert not isinstance(load_model(tmp_path).model, LeanModel)
+
+
+def test_other_weights_or_another_type_are_transformers_business(tmp_path: Path) -> None:
+    make_model("LlamaConfig", {}).save_pretrained(tmp_path)
+    assert isinstance(load_model(tmp_path).model, LeanModel)
+    assert not isinstance(load_model(tmp_path, "bfloat16").model, LeanModel)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.self_attn.q_proj.bias"] = torch.ones(32)
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"1 of its weights are .* model\.layers\.1\.self_attn\.q_proj"):
+        load_model(tmp_path, impl="lean")
+
+
+def test_shards_and_narrow_weights_are_read(tmp_path: Path) -> None:
+    model = make_model("LlamaConfig", {}).to(torch.bfloat16)
+    model.save_pretrained(tmp_path, max_shard_size="10KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 3
+    greedy = SamplingParams(temperature=0.0, max_tokens=5)
+    [(tokens, _)] = engine_run(load_model(tmp_path, impl="lean"), [[5, 6, 7]], [greedy])
+    assert tokens == plain_greedy(model.float(), [5, 6, 7], 5)[0]
+
+
+def broken_header(path: Path) -> None:
+    path.write_bytes(b"\x20" + bytes(7) + b"{" * 32)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-50])
+
+
+@pytest.mark.parametrize("damage", [broken_header, cut])
+def test_damaged_files_are_named(damage: Callable[[Path], None], tmp_path: Path) -> None:
+    make_model("LlamaConfig", {}).save_pretrained(tmp_path)
+    damage(tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"cannot load the model: .*model\.safetensors"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_keys_left_out_mean_what_transformers_takes_for_them(kind: str) -> None:
+    config_class = type(transformers.AutoConfig.for_model(kind))
+    fields = config_class.__dataclass_fields__
+    assert {name: fields[name].default for name in DEFAULTS[kind] if name in fields} == {
+        name: value for name, value in DEFAULTS[kind].items() if name in fields
+    }
+    assert set(DEFAULTS[kind]) - set(fields) <= {"head_dim"}
+
+
+@pytest.mark.parametrize("rope", [LLAMA3, LINEAR, {"rope_type": "default", "rope_theta": 1e5}])
+def test_angles_are_those_of_transformers_to_the_last_bit(rope: dict[str, Any]) -> None:
+    config = transformers.LlamaConfig(head_dim=64, rope_parameters=dict(rope))
+    rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(config)
+    assert torch.equal(inverse_frequencies(rope, 64), rotary.inv_freq)
+    assert set(ROPE_INIT_FUNCTIONS) >= {"llama3", "linear"}
+
+
+def test_old_files_keep_rope_parameters_elsewhere(tmp_path: Path) -> None:
+    make_model("LlamaConfig", {"rope_parameters": LLAMA3}).save_pretrained(tmp_path)
+    new = load_model(tmp_path, impl="lean")
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    scaling = config.pop("rope_parameters")
+    config |= {"rope_theta": scaling.pop("rope_theta"), "rope_scaling": scaling}
+    path.write_text(json.dumps(config))
+    old = load_model(tmp_path, impl="lean")
+    assert torch.equal(old.model._inv_freq, new.model._inv_freq)
+    assert old.identity == load_model(tmp_path, impl="transformers").identity
