@@ -31,11 +31,14 @@ AVX2_INLINE void score_rows(const float *q, int64_t q_stride, const int num_rows
         const float *k0 = k + t * k_stride, *k1 = k + min_of(t + 1, n - 1) * k_stride;
         const float *k2 = k + min_of(t + 2, n - 1) * k_stride, *k3 = k + min_of(t + 3, n - 1) * k_stride;
         __m256 sum[STEP][4];
+        UNROLL
         for (int r = 0; r < num_rows; r++)
+            UNROLL
             for (int i = 0; i < 4; i++) sum[r][i] = _mm256_setzero_ps();
         for (int64_t d = 0; d < whole; d += 8) {
             __m256 x0 = _mm256_loadu_ps(k0 + d), x1 = _mm256_loadu_ps(k1 + d);
             __m256 x2 = _mm256_loadu_ps(k2 + d), x3 = _mm256_loadu_ps(k3 + d);
+            UNROLL
             for (int r = 0; r < num_rows; r++) {
                 __m256 y = _mm256_loadu_ps(q + r * q_stride + d);
                 sum[r][0] = _mm256_fmadd_ps(y, x0, sum[r][0]);
@@ -47,6 +50,7 @@ AVX2_INLINE void score_rows(const float *q, int64_t q_stride, const int num_rows
         if (whole < dim) {
             __m256 x0 = _mm256_maskload_ps(k0 + whole, tail), x1 = _mm256_maskload_ps(k1 + whole, tail);
             __m256 x2 = _mm256_maskload_ps(k2 + whole, tail), x3 = _mm256_maskload_ps(k3 + whole, tail);
+            UNROLL
             for (int r = 0; r < num_rows; r++) {
                 __m256 y = _mm256_maskload_ps(q + r * q_stride + whole, tail);
                 sum[r][0] = _mm256_fmadd_ps(y, x0, sum[r][0]);
@@ -55,6 +59,7 @@ AVX2_INLINE void score_rows(const float *q, int64_t q_stride, const int num_rows
                 sum[r][3] = _mm256_fmadd_ps(y, x3, sum[r][3]);
             }
         }
+        UNROLL
         for (int r = 0; r < num_rows; r++) {
             __m128 s = sum_four(sum[r][0], sum[r][1], sum[r][2], sum[r][3]);
             float *to = scores + r * PART + t;
@@ -70,17 +75,24 @@ AVX2_INLINE void score_rows(const float *q, int64_t q_stride, const int num_rows
 AVX2_INLINE void weigh_columns(const float *weights, const int num_rows, const float *v, int64_t v_stride, int64_t n,
                                float *values, int64_t value_stride, const int width) {
     __m256 sum[STEP][4];
+    UNROLL
     for (int r = 0; r < num_rows; r++)
+        UNROLL
         for (int i = 0; i < width; i++) sum[r][i] = _mm256_loadu_ps(values + r * value_stride + 8 * i);
     for (int64_t t = 0; t < n; t++) {
         __m256 x[4];
+        UNROLL
         for (int i = 0; i < width; i++) x[i] = _mm256_loadu_ps(v + t * v_stride + 8 * i);
+        UNROLL
         for (int r = 0; r < num_rows; r++) {
             __m256 w = _mm256_broadcast_ss(weights + r * PART + t);
+            UNROLL
             for (int i = 0; i < width; i++) sum[r][i] = _mm256_fmadd_ps(w, x[i], sum[r][i]);
         }
     }
+    UNROLL
     for (int r = 0; r < num_rows; r++)
+        UNROLL
         for (int i = 0; i < width; i++) _mm256_storeu_ps(values + r * value_stride + 8 * i, sum[r][i]);
 }
 

@@ -80,9 +80,11 @@ AVX2 static void pack(const Attention *a, int64_t seq, int64_t kv_head, int64_t 
 /* c[MR][NR] = sum over `depth` of a[i][.] * b[.][NR]; a's rows lie a_stride apart. */
 AVX2_INLINE void multiply(const float *a, int64_t a_stride, const float *b, int64_t depth, __m256 c[MR][2]) {
     const float *a3 = a + 3 * a_stride;
+    UNROLL
     for (int i = 0; i < MR; i++) c[i][0] = c[i][1] = _mm256_setzero_ps();
     for (int64_t k = 0; k < depth; k++, a++, a3++, b += NR) {
         __m256 b0 = _mm256_loadu_ps(b), b1 = _mm256_loadu_ps(b + 8);
+        UNROLL
         for (int i = 0; i < 3; i++) {
             __m256 x = _mm256_broadcast_ss(a + i * a_stride), y = _mm256_broadcast_ss(a3 + i * a_stride);
             c[i][0] = _mm256_fmadd_ps(x, b0, c[i][0]);

@@ -8,6 +8,9 @@
 #define AVX2 __attribute__((target("avx2,fma")))
 #define AVX2_INLINE __attribute__((target("avx2,fma"), always_inline)) static inline
 
+/* Before a loop of few rounds over an array of registers: else the array may stay in memory. */
+#define UNROLL _Pragma("GCC unroll 8")
+
 /* The first n lanes (n < 8). */
 AVX2_INLINE __m256i first_lanes(int64_t n) {
     return _mm256_cmpgt_epi32(_mm256_set1_epi32((int)n), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));

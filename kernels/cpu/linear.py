@@ -1,0 +1,125 @@
+"""Linears over weights that are packed once, compiled; fp32 activations, weights in fp32 or int8.
+
+The structure and the packing are those of `csrc/linear.h` and `csrc/linear.c`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pdserve.kernels.cpu.library import load
+
+_COLUMNS = 16
+_GROUP = 64
+
+
+class _Linear(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "weights", "int8_weights", "scales", "bias", "y")),
+        *((name, ctypes.c_int64) for name in ("num_rows", "in", "out", "x_stride", "y_stride")),
+    ]
+
+
+class PackedLinear:
+    """`x [..., in] -> [..., out]`; a row's bits do not depend on the other rows.
+
+    Attributes:
+        num_bytes: Bytes of the packed weights.
+    """
+
+    def __init__(self, panels: Tensor, scales: Tensor | None, bias: Tensor | None, num_out: int) -> None:
+        """See `pack` and `pack_int8`."""
+        self._panels = panels
+        self._scales = scales
+        self._bias = bias
+        self._num_in, self._num_out = panels.shape[1], num_out
+        self._weight_pointers = (
+            panels.data_ptr() if scales is None else None,
+            None if scales is None else panels.data_ptr(),
+            None if scales is None else scales.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+        )
+        self._function = load().pdserve_linear
+        self.num_bytes = panels.nbytes + (0 if scales is None else scales.nbytes)
+
+    @classmethod
+    def pack(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Packs weights as they are.
+
+        Args:
+            weight: `[out, in]` float32; not kept.
+            bias: `[out]` float32.
+
+        Raises:
+            ValueError: Types or shapes do not fit.
+            Unavailable: There are no compiled kernels here.
+        """
+        _check(weight, bias)
+        return cls(_panels(weight), None, bias if bias is None else bias.contiguous(), weight.shape[0])
+
+    @classmethod
+    def pack_int8(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
+        """Packs weights as int8, each 64 along `in` with a scale of their own; arguments and errors as in `pack`."""
+        _check(weight, bias)
+        panels = _panels(weight)
+        num_in = panels.shape[1]
+        padded = F.pad(panels, (0, 0, 0, -num_in % _GROUP))
+        groups = padded.reshape(panels.shape[0], -1, _GROUP, _COLUMNS)
+        scales = groups.abs().amax(dim=2).clamp_(min=torch.finfo(torch.float32).tiny) / 127
+        rounded = (groups / scales[:, :, None]).round_().clamp_(-127, 127).to(torch.int8).flatten(1, 2)
+        return cls(rounded[:, :num_in].contiguous(), scales.contiguous(), bias, weight.shape[0])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The product.
+
+        Args:
+            x: `[..., in]` float32.
+
+        Raises:
+            ValueError: Another width or type.
+        """
+        if x.dtype is not torch.float32 or x.shape[-1] != self._num_in:
+            raise ValueError(f"a linear over {self._num_in} float32 got {x.shape[-1]} {x.dtype}")
+        rows = x.reshape(-1, self._num_in)
+        if rows.stride(1) != 1:
+            rows = rows.contiguous()
+        y = x.new_empty(*x.shape[:-1], self._num_out)
+        arguments = _Linear(
+            rows.data_ptr(), *self._weight_pointers, y.data_ptr(),
+            rows.shape[0], self._num_in, self._num_out, rows.stride(0), self._num_out,
+        )  # fmt: skip
+        self._function(ctypes.byref(arguments))
+        return y
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of the weight, as an embedding that shares it reads them.
+
+        Args:
+            indices: `[num_rows]` int64, below `out`.
+
+        Returns:
+            `[num_rows, in]` float32.
+        """
+        at = indices // _COLUMNS, indices % _COLUMNS
+        rows = self._panels[at[0], :, at[1]]
+        if self._scales is None:
+            return rows
+        scales = self._scales[at[0], :, at[1]].repeat_interleave(_GROUP, dim=1)
+        return rows * scales[:, : self._num_in]
+
+
+def _check(weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2 or weight.dtype is not torch.float32:
+        raise ValueError(f"weights to pack must be float32 [out, in], not {weight.dtype} {tuple(weight.shape)}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not torch.float32):
+        raise ValueError(f"the bias of weights {tuple(weight.shape)} must be float32 [out], not {tuple(bias.shape)}")
+
+
+def _panels(weight: Tensor) -> Tensor:
+    """`[ceil(out / 16), in, 16]`, the last panel padded with zeros."""
+    padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % _COLUMNS)) if weight.shape[0] % _COLUMNS else weight
+    return padded.reshape(-1, _COLUMNS, weight.shape[1]).transpose(1, 2).contiguous()

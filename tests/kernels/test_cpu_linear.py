@@ -1,0 +1,111 @@
+"""Linears over packed weights, against float64."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from pdserve.kernels.cpu import library, linear
+from pdserve.kernels.cpu.linear import PackedLinear
+
+pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no compiled kernels: {library.why_not()}")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    yield
+    library.set_threads(1)
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = x.double() @ weight.double().T
+    return product if bias is None else product + bias.double()
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got.double(), expected, atol=1e-6 * (1 + float(expected.abs().max())), rtol=1e-5)
+
+
+@settings(max_examples=40)
+@given(
+    num_rows=st.sampled_from([0, 1, 2, 5, 6, 7, 11, 13, 40, 193, 400]),
+    num_in=st.integers(1, 40) | st.sampled_from([64, 255, 256, 257, 576, 640]),
+    num_out=st.integers(1, 40) | st.sampled_from([96, 200]),
+    has_bias=st.booleans(),
+    is_int8=st.booleans(),
+    threads=st.sampled_from([1, 2, 3]),
+    seed=st.integers(0, 1000),
+)
+def test_product(
+    num_rows: int, num_in: int, num_out: int, has_bias: bool, is_int8: bool, threads: int, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    library.set_threads(threads)
+    weight = torch.randn(num_out, num_in)
+    bias = torch.randn(num_out) if has_bias else None
+    x = torch.randn(num_rows, num_in + 3)[:, :num_in]
+    packed = PackedLinear.pack_int8(weight, bias) if is_int8 else PackedLinear.pack(weight, bias)
+    if is_int8:
+        weight = packed.rows(torch.arange(num_out))
+    if num_rows:
+        close(packed(x), exact(x, weight, bias))
+    assert packed(x).shape == (num_rows, num_out)
+
+
+@pytest.mark.parametrize("pack", [PackedLinear.pack, PackedLinear.pack_int8])
+def test_a_rows_bits_depend_on_nothing_else(pack: Callable[[Tensor, Tensor], PackedLinear]) -> None:
+    torch.manual_seed(0)
+    packed, x = pack(torch.randn(300, 700), torch.randn(300)), torch.randn(250, 700)
+    whole = packed(x)
+    for threads in (1, 2, 5):
+        library.set_threads(threads)
+        assert torch.equal(packed(x), whole)
+        for first, last in ((0, 1), (17, 19), (100, 108), (40, 250)):
+            assert torch.equal(packed(x[first:last]), whole[first:last])
+
+
+def test_rows_are_the_weights() -> None:
+    weight = torch.randn(37, 20)
+    indices = torch.tensor([36, 0, 16, 15, 0])
+    assert torch.equal(PackedLinear.pack(weight).rows(indices), weight[indices])
+
+
+def test_int8_weights_are_within_half_a_step() -> None:
+    weight = torch.randn(37, 200)
+    weight[3] = 0
+    rows = PackedLinear.pack_int8(weight).rows(torch.arange(37))
+    step = torch.nn.functional.pad(weight, (0, 56)).unflatten(1, (-1, 64)).abs().amax(dim=2) / 127
+    assert bool(((rows - weight).abs() <= 0.501 * step.repeat_interleave(64, dim=1)[:, :200]).all())
+    assert not rows[3].any()
+
+
+def test_shapes_of_more_and_of_one_dimension() -> None:
+    weight, x = torch.randn(10, 6), torch.randn(2, 3, 6)
+    packed = PackedLinear.pack(weight)
+    close(packed(x), exact(x, weight, None))
+    close(packed(x[0, 0]), exact(x[0, 0], weight, None))
+    close(packed(x.transpose(0, 1)), exact(x.transpose(0, 1), weight, None))
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    packed = PackedLinear.pack(torch.randn(10, 6))
+    with pytest.raises(ValueError, match="over 6 float32 got 7"):
+        packed(torch.randn(2, 7))
+    with pytest.raises(ValueError, match="float64"):
+        packed(torch.randn(2, 6, dtype=torch.float64))
+    with pytest.raises(ValueError, match="float16"):
+        PackedLinear.pack(torch.randn(10, 6).half())
+    with pytest.raises(ValueError, match="bias"):
+        PackedLinear.pack(torch.randn(10, 6), torch.randn(6))
+    with pytest.raises(IndexError):
+        packed.rows(torch.tensor([16]))
+
+
+def test_the_structure_has_the_compilers_size() -> None:
+    assert ctypes.sizeof(linear._Linear) == library.load().pdserve_linear_bytes()
