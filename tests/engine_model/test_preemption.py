@@ -65,6 +65,34 @@ def test_costs_are_measured_beyond_the_first_use_of_memory_and_with_context() ->
     assert max(meter.copied) <= 40
 
 
+class DisturbedMeter(ScriptedMeter):
+    """Neighbours make the first measurement of each kind take six times as long."""
+
+    def __init__(self, max_tokens: int, token_s: float, pair_s: float, page_s: float) -> None:
+        super().__init__(max_tokens, token_s, pair_s, page_s)
+        self.steps: list[tuple[int, int]] = []
+        self.spent_s = 0.0
+
+    def step(self, num_tokens: int, context: int = 0) -> float:
+        seconds = super().step(num_tokens, context) * (1 if (num_tokens, context) in self.steps else 6)
+        self.steps.append((num_tokens, context))
+        self.spent_s += seconds
+        return seconds
+
+
+def test_costs_are_those_of_an_undisturbed_machine() -> None:
+    costs = measure_preemption(DisturbedMeter(1000, 0.001, 1e-6, 0.01), token_budget=64, page_size=16, max_pages=40)
+    assert dict(costs.step_points) == pytest.approx({n: 0.01 + 0.001 * n for n in (8, 16, 32, 64)})
+    assert costs.context_s == pytest.approx(1e-6)
+
+
+def test_measuring_ends_in_bounded_time_on_a_slow_machine() -> None:
+    meter = DisturbedMeter(1000, token_s=0.05, pair_s=0.0, page_s=0.01)
+    costs = measure_preemption(meter, token_budget=64, page_size=16, max_pages=40)
+    assert dict(costs.step_points) == pytest.approx({8: 0.41})
+    assert meter.spent_s < 25
+
+
 def test_one_page_and_no_room_for_context_are_enough_to_measure() -> None:
     costs = measure_preemption(ScriptedMeter(1, 0.5, 0.0, 0.25), token_budget=8, page_size=4, max_pages=1)
     assert (costs.step_points, costs.context_s) == (((1, 0.51),), 0.0)
