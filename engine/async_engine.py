@@ -60,7 +60,7 @@ class AsyncEngine:
     ) -> None:
         self._core = core
         self._now = clock_now
-        self._gate = PreparationGate(prepare, self._accept, self._fail, self._call_later, prepare_wait_s)
+        self._gate = PreparationGate(prepare, self._accept, self._fail, clock_now, self._call_later, prepare_wait_s)
         self._commands: deque[Command] = deque()
         self._wake = threading.Condition()
         self._stopping = False
@@ -126,8 +126,12 @@ class AsyncEngine:
         return self._failure is None and (started is None or self._now() - started <= stall_s)
 
     def load(self) -> EngineLoad:
-        """Load after the last step."""
-        return self._load
+        """Load after the last step, and what is held back now."""
+        return self._with_held(self._load)
+
+    def _with_held(self, load: EngineLoad) -> EngineLoad:
+        num_held = self._gate.num_held
+        return replace(load, num_waiting=load.num_waiting + num_held) if num_held else load
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -145,7 +149,7 @@ class AsyncEngine:
         """Tells of a request that the engine never saw."""
         if self._failure is None and not self._stopping:
             event = SequenceFailed(key, error.status, error.reason, error.message)
-            self._to_loop(lambda: self._outputs.put_nowait(StepEvents(self._num_steps, (event,), self._load)))
+            self._to_loop(lambda: self._outputs.put_nowait(StepEvents(self._num_steps, (event,), self.load())))
 
     def _call_later(self, delay_s: float, call: Callable[[], None]) -> None:
         def begin() -> None:
@@ -197,6 +201,7 @@ class AsyncEngine:
 
     def _deliver(self, item: StepEvents) -> None:
         self._load, self._num_steps = item.load, item.step
+        item = replace(item, load=self._with_held(item.load)) if self._gate.num_held else item
         self._to_loop(lambda: self._outputs.put_nowait(item))
 
     def _to_loop(self, callback: Callable[[], None]) -> None:

@@ -10,7 +10,7 @@ the prompt's KV was pulled the leader has it from the start.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 
 from pdserve.core.request import Request
 from pdserve.engine.sequence import Sequence, SequenceState
@@ -21,34 +21,49 @@ def same_prefix(a: Request, b: Request) -> bool:
     return a.prompt_token_ids == b.prompt_token_ids and a.cache_salt == b.cache_salt
 
 
-def lead(family: list[Sequence]) -> Sequence | None:
-    """Makes all but the first wait for the first one's prompt.
+class Forks:
+    """Knows those that wait for a leader."""
 
-    Returns:
-        The first, to be queued; None of an empty family.
-    """
-    if not family:
-        return None
-    leader, *forks = family
-    for fork in forks:
-        if fork.state is not SequenceState.WAITING_FORK:
-            fork.move(SequenceState.WAITING_FORK)
-    leader.forks = tuple(forks)
-    return leader
+    __slots__ = ("_waiting",)
 
+    def __init__(self) -> None:
+        self._waiting: set[Sequence] = set()
 
-def release_forks(leader: Sequence) -> list[Sequence]:
-    """Those that still wait for a leader; they do so no more."""
-    forks, leader.forks = leader.forks, ()
-    return [fork for fork in forks if fork.state is SequenceState.WAITING_FORK]
+    def __len__(self) -> int:
+        return len(self._waiting)
 
+    def lead(self, family: list[Sequence]) -> Sequence | None:
+        """Makes all but the first wait for the first one's prompt.
 
-def count_waiting(sequences: Iterable[Sequence]) -> int:
-    """How many of them wait for a leader."""
-    return sum(seq.state is SequenceState.WAITING_FORK for seq in sequences)
+        Returns:
+            The first, to be queued; None of an empty family.
+        """
+        if not family:
+            return None
+        leader, *forks = family
+        for fork in forks:
+            if fork.state is not SequenceState.WAITING_FORK:
+                fork.move(SequenceState.WAITING_FORK)
+        self._waiting.update(forks)
+        leader.forks = tuple(forks)
+        return leader
 
+    def release(self, leader: Sequence) -> list[Sequence]:
+        """Those that still wait for a leader; they do so no more."""
+        forks, leader.forks = leader.forks, ()
+        self._waiting.difference_update(forks)
+        return [fork for fork in forks if fork.state is SequenceState.WAITING_FORK]
 
-def check_forks(sequences: Collection[Sequence]) -> None:
-    """Proves that those that wait for a leader have one."""
-    forks = {fork for seq in sequences for fork in seq.forks}
-    assert all((seq in forks) == (seq.state is SequenceState.WAITING_FORK) for seq in sequences)
+    def end(self, seq: Sequence) -> list[Sequence]:
+        """A sequence leaves, whether it waits here or not; returns those that waited for it."""
+        self._waiting.discard(seq)
+        return self.release(seq) if seq.forks else []
+
+    def check(self, sequences: Iterable[Sequence]) -> None:
+        """Proves that those that wait for a leader, and no others, have one."""
+        led = set[Sequence]()
+        waiting = set[Sequence]()
+        for seq in sequences:
+            led.update(seq.forks)
+            waiting.update([seq] if seq.state is SequenceState.WAITING_FORK else [])
+        assert waiting == self._waiting and waiting <= led

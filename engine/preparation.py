@@ -5,14 +5,15 @@
                                                ├── failed, or not ready in time ──▶ SequenceFailed
                                                └── Abort ──▶ given up; the engine answers it
 
-So the step thread waits for nothing, and one whose request is held can be aborted meanwhile.
+So the step thread waits for nothing, and one whose request is held can be aborted meanwhile. What is held counts as
+waiting in the engine's load, and a reservation's time to wait for pages begins when it goes on.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from pdserve.core.errors import CapacityError, PdserveError
@@ -82,6 +83,7 @@ def not_ready(wait_s: float) -> CapacityError:
 class _Held:
     preparation: Preparation
     commands: list[Command]
+    since_s: float
 
 
 class PreparationGate:
@@ -91,6 +93,7 @@ class PreparationGate:
         prepare: See `Prepare`.
         pass_on: Hands commands to the engine, all at once; may raise a PdserveError.
         fail: Tells that a held request, named by its key, fails.
+        now: Monotonic seconds.
         call_later: Calls something after so many seconds, in whatever thread.
         wait_s: Longest time that a request is held, seconds.
     """
@@ -100,18 +103,22 @@ class PreparationGate:
         prepare: Prepare,
         pass_on: Callable[[Sequence[Command]], None],
         fail: Callable[[str, PdserveError], None],
+        now: Callable[[], float],
         call_later: Callable[[float, Callable[[], None]], None],
         wait_s: float = PREPARE_WAIT_S,
     ) -> None:
-        self._prepare, self._pass_on, self._fail, self._call_later = prepare, pass_on, fail, call_later
+        self._prepare, self._pass_on, self._fail = prepare, pass_on, fail
+        self._now, self._call_later = now, call_later
         self._wait_s = wait_s
         self._lock = threading.RLock()  # what is done already calls back at once
         self._held: dict[str, _Held] = {}
 
     @property
     def num_held(self) -> int:
-        """Requests that are not in the engine yet."""
-        return len(self._held)
+        """Sequences of requests that are not in the engine yet."""
+        with self._lock:
+            first = [held.commands[0] for held in self._held.values()]
+        return len(first) + sum(len(command.forks) for command in first if isinstance(command, Add))
 
     def send(self, command: Command) -> None:
         """Takes a command; it goes on at once unless its request has to wait.
@@ -122,7 +129,7 @@ class PreparationGate:
         if isinstance(command, Add | Reserve):
             preparation = self._prepare(command.request.sampling)
             if preparation is not None and not preparation.done():
-                self._hold(command.request.key, _Held(preparation, [command]))
+                self._hold(command.request.key, _Held(preparation, [command], self._now()))
                 return
             if preparation is not None:
                 preparation.result(0)
@@ -154,6 +161,12 @@ class PreparationGate:
                     held.preparation.give_up()
                     raise error
                 held.preparation.result(0)
-                self._pass_on(held.commands)
+                self._pass_on([self._postponed(command, held) for command in held.commands])
             except PdserveError as e:
                 self._fail(key, e)
+
+    def _postponed(self, command: Command, held: _Held) -> Command:
+        """A reservation begins to wait for pages only now."""
+        if not isinstance(command, Reserve):
+            return command
+        return replace(command, expires_s=command.expires_s + self._now() - held.since_s)

@@ -18,7 +18,7 @@ from __future__ import annotations
 from pdserve.core.request import FinishReason, Request
 from pdserve.engine.batching import Batching, ContinuousBatching, Padding
 from pdserve.engine.chunks import Chunks, SchedulerLimits
-from pdserve.engine.forks import check_forks, count_waiting, lead, release_forks, same_prefix
+from pdserve.engine.forks import Forks, same_prefix
 from pdserve.engine.holdings import Holdings
 from pdserve.engine.lines import Policy, age
 from pdserve.engine.page_pool import PagePool
@@ -77,6 +77,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._queues = q = Queues(self._policy, limits.long_tokens)
         self._waiting, self._running, self._reservations = q.waiting, q.running, q.reservations  # to read
+        self._forks = Forks()
         self._scheduled: list[Sequence] = []  # of the step in flight
         self._copies: list[PageCopy] = []  # to do before the step that is being put together
         self._starved: Sequence | None = None  # waits for pages; no reservation behind it takes any
@@ -130,7 +131,7 @@ class Scheduler:
         family = [seq, *(fork for r in forks if (fork := self._new_sequence(r, False, False)))]
         for member in family:  # their prefill started elsewhere
             member.started = True
-        lead(family)
+        self._forks.lead(family)
         self._fork(seq)
         if token_id is None:
             self._pages.reopen(seq)
@@ -186,8 +187,7 @@ class Scheduler:
             chunks.deal(seq)
         self._serve_reservations(now)
         before = len(self._running)
-        num_forks = count_waiting(self._sequences.values()) if self._batching.keeps_finished else 0
-        last = before + self._batching.room(now, before + len(self._padding), len(self._waiting) + num_forks)
+        last = before + self._batching.room(now, before + len(self._padding), len(self._waiting) + len(self._forks))
         while len(self._running) < last and (started := self._start_next(chunks)) is not None:
             if started.copy_from is not None:
                 self._copies.append(self._pages.copy(started))
@@ -248,7 +248,7 @@ class Scheduler:
         """Load now."""
         return EngineLoad(
             num_running=len(self._running) + len(self._padding),
-            num_waiting=len(self._waiting) + len(self._reservations),
+            num_waiting=len(self._waiting) + len(self._reservations) + len(self._forks),
             num_free_pages=self._pages.num_free,
             num_pages=self._pages.num_pages,
             num_pending_prefill_tokens=self._queues.num_pending_tokens(),
@@ -261,7 +261,7 @@ class Scheduler:
         """Proves that both pools' holders are the sequences' pages and that every sequence is where its state says."""
         self._pages.check([*self._sequences.values(), *self._padding])
         self._swap.check(self._sequences.values())
-        check_forks(self._sequences.values())
+        self._forks.check(self._sequences.values())
         for seq in self._sequences.values():
             self._queues.check(seq)
         self._queues.check_order()
@@ -297,11 +297,11 @@ class Scheduler:
                 self._pages.take_back(member)
 
     def _enqueue_family(self, family: list[Sequence]) -> None:
-        if (leader := lead(family)) is not None:
+        if (leader := self._forks.lead(family)) is not None:
             self._enqueue(leader)
 
     def _fork(self, seq: Sequence) -> None:
-        for fork in release_forks(seq):
+        for fork in self._forks.release(seq):
             self._pages.share(seq, fork)
             self._enqueue(fork)
 
@@ -315,8 +315,7 @@ class Scheduler:
         self._swap.drop(seq)
         seq.move(SequenceState.FINISHED)
         del self._sequences[seq.key]
-        if seq.forks:
-            self._enqueue_family(release_forks(seq))
+        self._enqueue_family(self._forks.end(seq))
 
     def _fail(self, seq: Sequence, status: str, reason: str, message: str) -> None:
         self._end(seq)

@@ -441,7 +441,7 @@ class EngineLoad:
 
     Attributes:
         num_running: Sequences running.
-        num_waiting: Sequences waiting.
+        num_waiting: Sequences waiting: to run, for pages, for the prompt that they fork from, or for their grammar.
         num_free_pages: Pages free or evictable.
         num_pages: Pages in all.
         num_pending_prefill_tokens: Tokens known but not computed.

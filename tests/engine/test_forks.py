@@ -222,3 +222,15 @@ def test_sampled_tokens_go_to_the_right_one() -> None:
     assert firsts == {
         r.key: (i, expected_tokens((*r.prompt_token_ids, *r.emitted_token_ids), 1)[0]) for i, r in enumerate(requests)
     }
+
+
+def test_forks_that_wait_for_their_leader_count_in_the_load() -> None:
+    engine = Engine(64, max_num_batched_tokens=4)
+    engine.step(add(family(3, range(12))))
+    load = engine.core.load()
+    assert (load.num_running, load.num_waiting) == (1, 2)
+    engine.step(Abort("f1"))
+    assert engine.core.load().num_waiting == 1
+    engine.step(Abort("f0"))
+    load = engine.core.load()
+    assert load.num_running + load.num_waiting == 1

@@ -12,7 +12,18 @@ import pytest
 from pdserve.core.errors import RequestError
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.async_engine import AsyncEngine
-from pdserve.engine.step import Abort, Add, Event, MarkReserved, SequenceAborted, SequenceFailed, TokensSampled
+from pdserve.engine.preparation import PreparationGate
+from pdserve.engine.step import (
+    Abort,
+    Add,
+    Command,
+    Event,
+    MarkReserved,
+    Reserve,
+    SequenceAborted,
+    SequenceFailed,
+    TokensSampled,
+)
 from tests.engine.engines import Engine, request
 
 LIMIT_S = 20.0
@@ -107,6 +118,34 @@ def test_a_waiting_request_is_aborted_at_once_and_given_up() -> None:
         assert {e.key for e in events} == {"quick"}
 
     drive(use)
+
+
+def test_what_is_held_counts_as_waiting() -> None:
+    async def use(engine: AsyncEngine, slow: Slow) -> None:
+        engine.send(Add(request("slow", [1, 2], 3, top_k=7), forks=(request("fork", [1, 2], 3, top_k=7),)))
+        assert engine.load().num_waiting == 2
+        engine.send(Add(request("quick", [1, 2], 1)))
+        async for item in engine.outputs():
+            assert item.load.num_waiting == 2
+            if any(map(finished("quick"), item.events)):
+                break
+        slow.future.set_result(None)
+        await until(engine, finished("fork"))
+        assert engine.load().num_waiting == 0
+
+    drive(use)
+
+
+def test_a_reservation_waits_for_pages_only_after_its_grammar() -> None:
+    passed: list[Command] = []
+    slow, clock = Slow(), [100.0]
+    gate = PreparationGate(
+        lambda _: slow, passed.extend, lambda *_: None, lambda: clock[0], lambda *_: None, wait_s=15.0
+    )
+    gate.send(Reserve(request("slow", [1, 2], 3), expires_s=105.0))
+    clock[0] = 109.0
+    slow.future.set_result(None)
+    assert passed == [Reserve(request("slow", [1, 2], 3), expires_s=114.0)] and gate.num_held == 0
 
 
 def test_a_failed_preparation_fails_the_request_with_its_reason() -> None:
