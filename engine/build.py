@@ -20,7 +20,7 @@ from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.batching import make_batching
 from pdserve.engine.chunks import SchedulerLimits
 from pdserve.engine.config import DEFAULT_STEP_TARGET_MS, EngineConfig
-from pdserve.engine.engine_core import EngineCore
+from pdserve.engine.engine_core import EngineCore, Staging
 from pdserve.engine.kv_cache import PlainPool, PoolMemory
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import make_policy
@@ -151,25 +151,24 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
 
 
 def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) -> BuiltCore:
-    if config.device == "cuda":
-        raise ConfigError("--device cuda is not supported yet; use --device cpu")
-    from pdserve.engine.model_store import resolve_model
-
-    model_dir = resolve_model(config.model, progress)
-
     # Idle OpenMP threads spin by default and starve neighbours on shared cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
+    from pdserve.engine.device import DevicePool, find_device
     from pdserve.engine.grammars import Grammars
+    from pdserve.engine.graphs import CudaCapture
     from pdserve.engine.loader import load_model
+    from pdserve.engine.model_store import resolve_model
     from pdserve.engine.processors import standard_processors
     from pdserve.engine.runner import ModelRunner
     from pdserve.engine.structured import StructuredProcessor
 
+    where = find_device(config.device)
+    model_dir = resolve_model(config.model, progress)
     torch.set_num_threads(config.threads or 1)
     _use_cpu_kernels(config.threads or 1)
-    loaded = load_model(model_dir, config.dtype, progress, impl=config.model_impl)
+    loaded = load_model(model_dir, config.dtype, progress, where, impl=config.model_impl)
     layout = loaded.layout(config.page_size)
     num_pages = config.num_pages or _num_pages(config, layout)
     memory = make_pool(layout, num_pages)
@@ -183,7 +182,12 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     ]
     host_pages = _num_host_pages(config, layout)
     host = PlainPool(layout, host_pages) if host_pages else None
-    runner = ModelRunner(loaded, layout, num_pages, memory, host, processors)
+    device_pool = DevicePool(layout, num_pages, where) if config.device == "cuda" else None
+    runner = ModelRunner(loaded, layout, num_pages, memory, host, processors, device_pool)
+    if device_pool is not None and not config.enforce_eager:
+        progress.begin("capturing CUDA graphs")
+        runner.use_graphs(CudaCapture(where), config.max_num_seqs, max_model_len)
+        progress.end()
     identity = loaded.identity_digest(_model_name(config))
     budget, profile, costs = config.max_num_batched_tokens, None, None
     if budget is not None:
@@ -201,7 +205,14 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         progress.end()
     return BuiltCore(
         core=make_core(
-            config, runner, num_pages, budget, max_model_len, identity, make_swap_space(config, layout, costs)
+            config,
+            runner,
+            num_pages,
+            budget,
+            max_model_len,
+            identity,
+            make_swap_space(config, layout, costs),
+            None if device_pool is None else device_pool.staging(memory),
         ),
         layout=layout,
         num_pages=num_pages,
@@ -255,6 +266,7 @@ def make_core(
     max_model_len: int,
     identity: bytes = b"",
     swap: SwapSpace | None = None,
+    staging: Staging | None = None,
 ) -> EngineCore:
     """A core over a runner that exists already.
 
@@ -266,6 +278,7 @@ def make_core(
         max_model_len: Known tokens of one sequence.
         identity: What cached KV depends on beside the tokens.
         swap: What becomes of the KV of preempted sequences; None: all are computed anew.
+        staging: See `EngineCore`.
     """
     limits = SchedulerLimits(
         page_size=config.page_size,
@@ -285,7 +298,7 @@ def make_core(
         aging_tokens_per_s=config.sjf_aging_rate,
     )
     cache = PrefixCache(pool, config.page_size, identity) if config.enable_prefix_caching else None
-    return EngineCore(limits, pool, runner, policy, batching, swap, cache)
+    return EngineCore(limits, pool, runner, policy, batching, swap, cache, staging)
 
 
 def make_swap_space(config: EngineConfig, layout: KVLayout, costs: PreemptionCosts | None) -> SwapSpace:

@@ -22,11 +22,13 @@ class EngineConfig:
     )
     served_model_name: str | None = option(None, "name that clients ask for; default: the last part of --model")
     device: str = option(
-        "auto", "where the model runs; auto: the CPU, the only one so far", choices=("auto", "cpu", "cuda")
+        "auto",
+        "where the model and its KV are; auto: the CPU; cuda: a GPU, which no test of this version has run on",
+        choices=("auto", "cpu", "cuda"),
     )
     dtype: str = option(
         "auto",
-        "type of weights and KV; auto: float32",
+        "type of weights and KV; auto: float32 on the CPU, bfloat16 on a GPU",
         choices=("auto", "float32", "float16", "bfloat16"),
     )
     model_impl: str = option(
@@ -35,6 +37,7 @@ class EngineConfig:
         "modules; auto: lean where it knows the model exactly",
         choices=("auto", "lean", "transformers"),
     )
+    enforce_eager: bool = option(False, "cuda: compute steps of decodes alone without CUDA graphs, too")
     max_model_len: int | None = option(
         None,
         "prompt and output tokens together, at most; default: what the model and the pool allow",
@@ -146,6 +149,8 @@ class EngineConfig:
                 f"--max-num-batched-tokens is {self.max_num_batched_tokens}; it must be at least --max-num-seqs "
                 f"({self.max_num_seqs}), or prompts would wait for as long as a full batch decodes"
             )
+        if self.enforce_eager and self.device != "cuda":
+            raise ConfigError(f"--enforce-eager needs --device cuda; --device is {self.device!r}, which has no graphs")
         self._check_targets()
         if self.max_long_partial_prefills is not None and self.long_prefill_token_threshold is None:
             raise ConfigError(

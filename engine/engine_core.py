@@ -6,8 +6,10 @@ is `schedule(now)` and `compute()`; who answers commands early calls them apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
+from typing import Protocol
 
 from pdserve.core.errors import EngineError
 from pdserve.engine.batching import Batching
@@ -22,7 +24,9 @@ from pdserve.engine.step import (
     Add,
     Command,
     EngineLoad,
+    Event,
     MarkReserved,
+    PagesReady,
     ReleaseLease,
     Reserve,
     Runner,
@@ -30,6 +34,18 @@ from pdserve.engine.step import (
     StepEvents,
 )
 from pdserve.engine.swap import SwapSpace
+
+
+class Staging(Protocol):
+    """Pages that are computed in one memory and met by other workers in another; `engine.device.PageStaging` is one."""
+
+    def before(self, command: Command) -> None:
+        """Called before a command is handled."""
+        ...
+
+    def after(self, events: Iterable[Event]) -> None:
+        """Called with events before they are told."""
+        ...
 
 
 class EngineCore:
@@ -43,6 +59,7 @@ class EngineCore:
         batching: Who may join the running ones, and how they leave; default: at every step.
         swap: What becomes of the KV of preempted sequences; None: all are computed anew.
         cache: Finds pages of `pool` for reuse; None: nothing is shared.
+        staging: Moves pages to and from where other workers meet them; None: they meet them where they are computed.
     """
 
     def __init__(
@@ -54,9 +71,11 @@ class EngineCore:
         batching: Batching | None = None,
         swap: SwapSpace | None = None,
         cache: PrefixCache | None = None,
+        staging: Staging | None = None,
     ) -> None:
         self._scheduler = Scheduler(limits, pool, policy, batching, swap, cache)
         self._runner = runner
+        self._staging = staging
         self._output: SchedulerOutput | None = None
         self._failure: EngineError | None = None
 
@@ -73,6 +92,8 @@ class EngineCore:
     def begin_step(self, commands: Iterable[Command]) -> None:
         """Takes commands in, in order; their events come with the next `schedule`."""
         for command in commands:
+            if self._staging is not None:
+                self._guarded(partial(self._staging.before, command))
             self._handle(command)
 
     def schedule(self, now: float) -> StepEvents:
@@ -147,6 +168,19 @@ class EngineCore:
         self._failure.__cause__ = cause
 
     def _take_events(self, step: int, num_tokens: int) -> StepEvents:
+        events = self._scheduler.take_events()
+        if self._staging is not None:
+            self._guarded(partial(self._staging.after, events))
+            if self._failure is not None:  # pages that may not have been copied are not told
+                events = tuple(event for event in events if not isinstance(event, PagesReady))
         if self._failure is not None:
             self._scheduler.fail_all(self._failure.status, self._failure.reason, self._failure.message)
-        return StepEvents(step, self._scheduler.take_events(), self._scheduler.load(), num_tokens)
+            events += self._scheduler.take_events()
+        return StepEvents(step, events, self._scheduler.load(), num_tokens)
+
+    def _guarded(self, call: Callable[[], None]) -> None:
+        if self._failure is None:
+            try:
+                call()
+            except Exception as e:  # noqa: BLE001  whatever it is, every stream must end with a reason
+                self._die(e)

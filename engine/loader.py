@@ -47,6 +47,8 @@ _IDENTITY_CONFIG = (
     "query_pre_attn_scalar",
 )
 
+_CPU = torch.device("cpu")
+
 _log = logging.getLogger(__name__)
 
 
@@ -89,32 +91,41 @@ def _layout(kv_shapes: tuple[tuple[int, int, int], ...], page_size: int, dtype: 
 
 
 def load_model(
-    directory: Path, dtype: str = "auto", progress: Progress | None = None, *, impl: str = "auto"
+    directory: Path,
+    dtype: str = "auto",
+    progress: Progress | None = None,
+    where: torch.device = _CPU,
+    *,
+    impl: str = "auto",
 ) -> LoadedModel:
-    """Loads a model onto the CPU.
+    """Loads a model.
 
     Args:
         directory: See `model_store.resolve_model`.
-        dtype: "auto" (float32) or a key of `DTYPE_BYTES`.
+        dtype: A key of `DTYPE_BYTES`, or "auto": float32 on a CPU, bfloat16 on a GPU.
         progress: Told about long steps.
+        where: Device of the weights.
         impl: `EngineConfig.model_impl`.
 
     Raises:
         ConfigError: The directory cannot be read, or the model cannot be served.
     """
     progress = progress or SilentProgress()
-    dtype = "float32" if dtype == "auto" else dtype
+    if dtype == "auto":
+        dtype = "float32" if where.type == "cpu" else "bfloat16"
     assert dtype in DTYPE_BYTES, dtype
     digest = weights_digest(directory, progress)
     progress.begin("loading the model")
-    loaded = None if impl == "transformers" else _try_lean(directory, dtype, digest, required=impl == "lean")
-    loaded = loaded or _load_transformers(directory, dtype, digest)
+    loaded = None if impl == "transformers" else _try_lean(directory, dtype, where, digest, required=impl == "lean")
+    loaded = loaded or _load_transformers(directory, dtype, where, digest)
     progress.end()
     return loaded
 
 
-def _try_lean(directory: Path, dtype: str, digest: str, *, required: bool) -> LoadedModel | None:
+def _try_lean(directory: Path, dtype: str, where: torch.device, digest: str, *, required: bool) -> LoadedModel | None:
     try:
+        if where.type != "cpu":
+            raise NotLean("the lean definition computes on the CPU")
         if dtype != "float32":
             raise NotLean(f"the lean definition computes in float32, not {dtype}")
         spec = read_spec(directory)
@@ -136,7 +147,7 @@ def _try_lean(directory: Path, dtype: str, digest: str, *, required: bool) -> Lo
     )
 
 
-def _load_transformers(directory: Path, dtype: str, digest: str) -> LoadedModel:
+def _load_transformers(directory: Path, dtype: str, where: torch.device, digest: str) -> LoadedModel:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -148,6 +159,10 @@ def _load_transformers(directory: Path, dtype: str, digest: str) -> LoadedModel:
         what = (str(e).strip().splitlines() or [type(e).__name__])[0]
         raise ConfigError(f"cannot load the model in {directory}: {what}") from e
     _check_weights(directory, found)
+    try:
+        model.to(where)
+    except RuntimeError as e:  # torch's error for memory too
+        raise ConfigError(f"the model in {directory} does not fit on the device {where}: {e}") from e
     return prepare_model(model, dtype, digest)
 
 

@@ -49,7 +49,7 @@ def sample(
         processors: In the order in which they edit a row's logits.
     """
     maxima, likeliest = logits.max(dim=-1)  # of equals the first; NaN is greater than all
-    finite = torch.isfinite(maxima).tolist()
+    finite, greedy = torch.isfinite(maxima).tolist(), likeliest.tolist()  # once: each may wait for a device
     sampled: list[SampledToken | SamplingFailure] = []
     for at, row in enumerate(rows):
         params = row.sampling
@@ -61,7 +61,7 @@ def sample(
         elif wanted:
             token = _choose_edited(logits[at].to(torch.float32, copy=True), row, params, wanted)
         else:
-            token = int(likeliest[at]) if params.greedy else draw(logits[at], params, row.output_index)
+            token = greedy[at] if params.greedy else draw(logits[at], params, row.output_index)
         if isinstance(token, SamplingFailure):
             sampled.append(token)
             continue

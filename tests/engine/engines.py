@@ -6,10 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from pdserve.core.request import FinishReason, Request
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine.batching import Batching
 from pdserve.engine.chunks import SchedulerLimits
+from pdserve.engine.device import PageStaging
 from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.fake import FAKE_EOS, FakeRunner, expected_tokens, fake_layout
 from pdserve.engine.lines import Policy
@@ -74,6 +77,7 @@ class Engine:
         num_host_pages: int = 0,
         prefer_swap: PreferSwap = lambda _: True,
         prefix_caching: bool = True,
+        staged: bool = False,
     ) -> None:
         self.pool = PagePool(num_pages)
         self.memory = memoryview(bytearray(num_pages * LAYOUT.page_bytes))
@@ -87,10 +91,16 @@ class Engine:
             max_num_long=max_num_long,
         )
         self.host_memory = memoryview(bytearray(num_host_pages * LAYOUT.page_bytes))
-        self.runner = FakeRunner(self.memory, LAYOUT, eos_period, self.host_memory)
+        device, staging = self.memory, None
+        if staged:  # `memory` is what others read and write, the steps are computed elsewhere
+            device = memoryview(bytearray(b"\x5a" * (num_pages * LAYOUT.page_bytes)))
+            staging = PageStaging(
+                *(torch.frombuffer(m, dtype=torch.uint8).view(num_pages, -1) for m in (device, self.memory))
+            )
+        self.runner = FakeRunner(device, LAYOUT, eos_period, self.host_memory)
         swap = SwapSpace(num_host_pages, PAGE_SIZE, LAYOUT.page_bytes, prefer_swap)
         self.cache = PrefixCache(self.pool, PAGE_SIZE) if prefix_caching else None
-        self.core = EngineCore(limits, self.pool, self.runner, policy, batching, swap, self.cache)
+        self.core = EngineCore(limits, self.pool, self.runner, policy, batching, swap, self.cache, staging)
         self.now = 0.0
 
     def step(self, *commands: Command) -> StepEvents:

@@ -38,8 +38,9 @@ def reserved(events: tuple[Event, ...]) -> dict[str, tuple[PageRef, ...]]:
 
 @pytest.mark.parametrize("num_prompt", [1, 3, 4, 5, 37])
 @pytest.mark.parametrize("emitted", [(), (7, 8, 9)])
-def test_prefill_here_decode_there(num_prompt: int, emitted: tuple[int, ...]) -> None:
-    prefill, decode = Engine(16), Engine(16)
+@pytest.mark.parametrize("staged", [False, True])
+def test_prefill_here_decode_there(num_prompt: int, emitted: tuple[int, ...], staged: bool) -> None:
+    prefill, decode = Engine(16, staged=staged), Engine(16, staged=staged)
     r = request("a", range(num_prompt), 12, emitted=emitted)
     pages = reserved(decode.step(Reserve(r, 5.0)).events)["a"]
     streams, pulled = Streams(), 0

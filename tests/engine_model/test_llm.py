@@ -298,8 +298,6 @@ def test_the_pool_and_the_options_bound_the_length(tiny_dir: Path) -> None:
         build_core(config(tiny_dir, max_model_len=300), PlainPool)
     with pytest.raises(ConfigError, match="one page of this model takes"):
         build_core(config(tiny_dir, kv_cache_memory_bytes=100), PlainPool)
-    with pytest.raises(ConfigError, match="cuda is not supported yet"):
-        build_core(config(tiny_dir, device="cuda"), PlainPool)
 
 
 @pytest.mark.slow
