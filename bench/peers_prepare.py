@@ -20,6 +20,7 @@ from pdserve.bench.peers_systems import Place
 from pdserve.engine.model_store import cache_dir, weights_digest
 
 MAX_MODEL_LEN = 1024
+MIN_NUM_SEQS = 16  # the same for all loads up to it: what vLLM compiles depends on it
 GGUF_TIMEOUT_S = 600.0
 LIMITS_TIMEOUT_S = 120.0
 
@@ -58,7 +59,7 @@ def prepare(
         cores=cores,
         scratch=scratch,
         cache=root / "cache",
-        max_num_seqs=max(level.concurrency for suite in suites for level in suite.levels),
+        max_num_seqs=max(MIN_NUM_SEQS, *(level.concurrency for suite in suites for level in suite.levels)),
         max_model_len=MAX_MODEL_LEN,
     )
     return place, unbuilt
