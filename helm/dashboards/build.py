@@ -135,6 +135,12 @@ def _requests() -> list[timeseries.Panel]:
             "ops",
             [(rate("pdserve_router_store_errors_total", "operation"), "{{operation}}")],
         ),
+        panel(
+            "Late messages",
+            "Messages of workers for attempts that had ended; a few after cancels and retries are normal",
+            "ops",
+            [(rate("pdserve_router_late_messages_total"), "late messages")],
+        ),
     ]
 
 

@@ -112,6 +112,37 @@ capabilities:
 {{- with .threads }}
 - --threads={{ . | int64 }}
 {{- end }}
+{{- if not .enablePrefixCaching }}
+- --no-enable-prefix-caching
+{{- end }}
+- --scheduling-policy={{ .schedulingPolicy }}
+{{- with .stepTargetMs }}
+- --step-target-ms={{ . }}
+{{- end }}
+{{- with .longPrefillTokenThreshold }}
+- --long-prefill-token-threshold={{ . | int64 }}
+{{- end }}
+{{- with .maxLongPartialPrefills }}
+- --max-long-partial-prefills={{ . | int64 }}
+{{- end }}
+{{- end }}
+{{- end -}}
+
+{{- /* Flags of workers that decode, which prefill workers refuse. */ -}}
+{{- define "pdserve.decodeArgs" -}}
+{{- with .Values.engine -}}
+- --preemption-mode={{ .preemptionMode }}
+- --swap-space-bytes={{ .swapSpaceBytes | int64 }}
+- --batching={{ .batching }}
+{{- with .tpotSloMs }}
+- --tpot-slo-ms={{ . }}
+{{- end }}
+{{- with .batchSize }}
+- --batch-size={{ . | int64 }}
+{{- end }}
+{{- if not (kindIs "invalid" .batchWindowMs) }}
+- --batch-window-ms={{ .batchWindowMs }}
+{{- end }}
 {{- end }}
 {{- end -}}
 
@@ -331,6 +362,9 @@ spec:
 
 {{- /* What no schema can say. */ -}}
 {{- define "pdserve.validate" -}}
+{{- if and (ne .Values.engine.batching "continuous") (ne .Values.decode.role "mixed") -}}
+{{- fail (printf "engine.batching %s needs decode.role mixed: a sequence that is handed over must not wait for a batch" .Values.engine.batching) -}}
+{{- end -}}
 {{- if and (eq (int .Values.prefill.replicas) 0) (eq .Values.decode.role "decode") (not .Values.router.allowDecodePrefill) -}}
 {{- fail "prefill.replicas is 0: set decode.role=mixed or router.allowDecodePrefill=true, or nobody computes prompts" -}}
 {{- end -}}

@@ -78,6 +78,11 @@ def test_both_helms_render_the_same(values: Path | None) -> None:
         ("decode.role=prefill", "role"),
         ("engine.device=tpu", "device"),
         ("engine.pageSize=0", "pageSize"),
+        ("engine.schedulingPolicy=lottery", "schedulingPolicy"),
+        ("engine.preemptionMode=drop", "preemptionMode"),
+        ("engine.batching=none", "batching"),
+        ("engine.swapSpaceBytes=-1", "swapSpaceBytes"),
+        ("engine.tpotSloMs=0", "tpotSloMs"),
         ("logLevel=loud", "logLevel"),
         ("router.service.port=70000", "port"),
         ("redis.maxmemory=lots", "maxmemory"),
@@ -98,6 +103,7 @@ def test_schema_refuses(version: str, setting: str, word: str) -> None:
         (["prefill.replicas=0"], "nobody computes prompts"),
         (["redis.enabled=false"], "redis.url or redis.existingSecret"),
         (["redis.url=redis://elsewhere:6379/0"], "set redis.enabled=false"),
+        (["engine.batching=static"], "engine.batching static needs decode.role mixed"),
     ],
 )
 def test_combinations_that_cannot_work_are_refused(settings: list[str], word: str) -> None:
@@ -197,6 +203,41 @@ def test_minimal_values_render_the_least() -> None:
     assert "--role=mixed" in container["args"]
 
 
+def _options(component: str, *settings: str) -> dict[str, object]:
+    """What the real parser makes of the flags of a service."""
+    (spec,) = (spec for name, spec in pod_specs(render(None, "--set", ",".join(settings))) if name == component)
+    container = spec["containers"][0]
+    command, *flags = container["args"]
+    sections = {cls.__name__: cls for cls in CONFIGS[component]}
+    configs = load(command, "", sections, flags, environment(container, FIELDS))
+    return {name: value for config in configs for name, value in vars(config).items()}
+
+
+def test_options_of_decode_reach_the_workers_that_take_them() -> None:
+    given = {
+        "engine.preemptionMode": "swap",
+        "engine.swapSpaceBytes": 1 << 30,
+        "engine.tpotSloMs": 120,
+        "engine.enablePrefixCaching": "false",
+        "engine.schedulingPolicy": "sjf",
+        "engine.longPrefillTokenThreshold": 512,
+        "engine.maxLongPartialPrefills": 2,
+    }
+    settings = [f"{name}={value}" for name, value in given.items()]
+    decode, prefill = (_options(component, *settings) for component in ("decode", "prefill"))
+    assert (decode["preemption_mode"], decode["swap_space_bytes"], decode["tpot_slo_ms"]) == ("swap", 1 << 30, 120)
+    assert (prefill["preemption_mode"], prefill["swap_space_bytes"], prefill["tpot_slo_ms"]) == ("auto", 0, None)
+    for options in (decode, prefill):
+        assert (options["enable_prefix_caching"], options["scheduling_policy"]) == (False, "sjf")
+        assert (options["long_prefill_token_threshold"], options["max_long_partial_prefills"]) == (512, 2)
+
+
+def test_a_fixed_batch_of_mixed_workers() -> None:
+    mixed = ["decode.role=mixed", "prefill.replicas=0"]
+    options = _options("decode", *mixed, "engine.batching=dynamic,engine.batchSize=8,engine.batchWindowMs=0")
+    assert (options["batching"], options["batch_size"], options["batch_window_ms"]) == ("dynamic", 8, 0)
+
+
 def test_dashboard_is_shipped_as_it_is() -> None:
     (config_map,) = (d for d in render() if d["kind"] == "ConfigMap")
     assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
@@ -217,6 +258,7 @@ GIVEN = {
     "decode.cache.storageClassName": "decode.cache.persistent=true",
     "observability.podMonitor.interval": "observability.podMonitor.enabled=true",
     "observability.podMonitor.labels": "observability.podMonitor.enabled=true",
+    "engine.batching": "decode.role=mixed",
 }
 # Changes of values whose allowed values are few.
 CHANGES = {
@@ -227,6 +269,9 @@ CHANGES = {
     "otlpTracesEndpoint": "otlpTracesEndpoint=http://collector:4317",
     "engine.dtype": "engine.dtype=float16",
     "engine.device": "engine.device=cuda",
+    "engine.schedulingPolicy": "engine.schedulingPolicy=fair",
+    "engine.preemptionMode": "engine.preemptionMode=recompute",
+    "engine.batching": "engine.batching=static",
     "decode.role": "decode.role=mixed",
     "logLevel": "logLevel=debug",
     "router.service.type": "router.service.type=NodePort",
