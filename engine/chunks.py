@@ -5,8 +5,8 @@
 2. In the order in which they are dealt (running ones by age, then those that start) each takes what it needs; a long
    prompt no more than its cap, so that those behind it get some too.
 3. What is left in the end goes to the long ones after all, in the same order.
-4. Prompts whose log-probabilities are asked take `SCORED_TOKENS` of a step together, whatever is left: a row of logits
-   for each of their tokens costs many times what the token does, and the token budget does not know.
+4. A token whose log-probability is asked takes `SCORED_COST` of the budget, for its row of logits costs about what the
+   token does; and prompts with such tokens take `SCORED_TOKENS` of a step together, whatever is left.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ from pdserve.engine.sequence import Sequence
 
 SCORED_TOKENS = 32
 """Tokens per step of prompts whose log-probabilities are asked."""
+SCORED_COST = 2
+"""Tokens of the budget that one of them takes. With a vocabulary of 49,152 on a CPU a token takes 2.6 ms, its row of
+logits as much, and its log-probabilities 0.5."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,9 +90,9 @@ class Chunks:
             self._num_long += 1
             cap = self._limits.long_tokens or wanted
         if seq.scores_prompt:
-            cap = min(cap, self._left_scored)
+            cap = min(cap, self._left_scored, max(1, self.left // SCORED_COST))
         if num_tokens := max(least, min(wanted, cap, self.left)):
-            self.left = max(0, self.left - num_tokens)
+            self.left = max(0, self.left - num_tokens * (SCORED_COST if seq.scores_prompt else 1))
             if seq.scores_prompt:
                 self._left_scored = max(0, self._left_scored - num_tokens)
             self.sequences.append(seq)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.chunks import SCORED_TOKENS, Chunks, SchedulerLimits
+from pdserve.engine.chunks import SCORED_COST, SCORED_TOKENS, Chunks, SchedulerLimits
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.scheduler import Scheduler
@@ -91,7 +91,7 @@ def test_prompts_that_are_scored_take_few_tokens_of_a_step_together() -> None:
     for i, key in enumerate(("a", "b")):
         s.add(request(key, range(110), 2, arrival_s=i, prompt_logprobs=0))
     s.add(request("plain", range(150), 2, arrival_s=2))
-    assert advance(s) == {"a": SCORED_TOKENS, "b": 1, "plain": 135}  # who starts gets a token in any case
+    assert advance(s) == {"a": SCORED_TOKENS, "b": 1, "plain": 102}  # who starts gets a token in any case
 
 
 @pytest.mark.parametrize(
@@ -126,3 +126,15 @@ def test_nothing_is_dealt_to_a_sequence_that_has_all_it_wants() -> None:
         Chunks(SchedulerLimits(page_size=4, max_num_seqs=1, max_num_batched_tokens=8, max_model_len=256), 0).deal(
             seq, 1
         )
+
+
+def test_a_scored_token_takes_two_of_the_budget() -> None:
+    s = scheduler(budget=12)
+    s.add(request("scored", range(40), 2, arrival_s=0, prompt_logprobs=0))
+    assert advance(s) == {"scored": 6}
+    s.add(request("plain", range(8), 2, arrival_s=1))
+    assert [advance(s) for _ in range(2)] == [{"scored": 6}, {"scored": 6}]  # older: it goes first
+    assert SCORED_COST == 2
+    narrow = scheduler(num_seqs=1, budget=1)
+    narrow.add(request("scored", range(3), 2, prompt_logprobs=0))
+    assert advance(narrow) == {"scored": 1}
