@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 from pdserve.core.errors import RequestError, UnimplementedError
+from pdserve.core.sampling_types import typed
 from pdserve.core.structured import StructuredOutputs
 
 MAX_N = 16
@@ -26,7 +27,6 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 """Log-probabilities of one prompt: its tokens times 1 + `prompt_logprobs`."""
 DEFAULT_MAX_TOKENS = 256
 
-_LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
 _NOT_WITH_STRUCTURE = ("ignore_eos", "min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words")
 """Fields that say, as structured_outputs does, which tokens may come and where the end is: together they may leave no
 token, or end the text in one that is not of the form."""
@@ -96,10 +96,9 @@ class SamplingParams:
     echo: bool = False
 
     def __post_init__(self) -> None:
-        for name in _LISTS:
-            value = getattr(self, name)
-            if not isinstance(value, tuple):
-                object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
+        for f in fields(self):
+            if (value := getattr(self, f.name)) is not f.default and (read := typed(f.name, value)) is not value:
+                object.__setattr__(self, f.name, read)
         if not 1 <= self.n <= MAX_N:
             _refuse("n", self.n, f"in 1..{MAX_N}")
         if self.echo and self.n > 1:
@@ -185,7 +184,7 @@ class SamplingParams:
 
 
 def _refuse(name: str, value: object, expected: str) -> None:
-    raise RequestError(f"sampling parameter '{name}' is {value!r}; it must be {expected}", reason="BAD_PARAMETER")
+    raise RequestError(f"sampling parameter '{name}' is {value!r:.200}; it must be {expected}", reason="BAD_PARAMETER")
 
 
 def _check_form(value: object) -> None:

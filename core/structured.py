@@ -9,12 +9,13 @@ from __future__ import annotations
 import json as json_text
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from typing import TYPE_CHECKING
 
 from pdserve.core.errors import RequestError, UnimplementedError
+from pdserve.core.sampling_types import is_text
 
 if TYPE_CHECKING:
     from llguidance import LLParserLimits
@@ -65,7 +66,7 @@ class StructuredOutputs:
     def __post_init__(self) -> None:
         if isinstance(self.json, Mapping):
             object.__setattr__(self, "json", _dump(self.json))
-        object.__setattr__(self, "choice", tuple(self.choice))
+        self._check_types()
         given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, (), False)]
         if len(given) != 1:
             names = ", ".join(f.name for f in fields(self))
@@ -77,6 +78,18 @@ class StructuredOutputs:
         limit = MAX_REGEX_CHARS if self.regex is not None else MAX_STRUCTURE_CHARS
         if (size := len(self._text())) > limit:
             raise _error(f".{given[0]}", f"{size} characters; at most {limit}")
+
+    def _check_types(self) -> None:
+        for name in ("json", "regex", "grammar"):
+            if (value := getattr(self, name)) is not None and not is_text(value):
+                raise _error(f".{name}", f"it is {value!r:.80}; it must be text that UTF-8 can encode")
+        if not isinstance(self.json_object, bool):
+            raise _error(".json_object", f"it is {self.json_object!r:.80}; it must be True or False")
+        given: object = self.choice
+        choice = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+        if not all(map(is_text, choice)):
+            raise _error(".choice", f"it is {given!r:.80}; it must be a sequence of strings that UTF-8 can encode")
+        object.__setattr__(self, "choice", choice)
 
     @property
     def field(self) -> str:

@@ -26,6 +26,7 @@ from pdserve.core.errors import (
 )
 from pdserve.core.request import Request, check_cache_salt, check_priority
 from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams, check_token_ids
+from pdserve.core.sampling_types import is_text
 from pdserve.core.structured import check_structured
 from pdserve.core.text_stream import echo_text
 from pdserve.core.tokenizer import ChatMessages
@@ -181,15 +182,16 @@ class LLM:
 
     def _encode(self, prompt: Prompt) -> Sequence[int]:
         if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Iterable):
+            if is_text(prompt):
+                return self.tokenizer.encode(prompt)
+        elif isinstance(prompt, Iterable):
             if all(isinstance(part, Integral) for part in prompt):
                 return [int(token) for token in cast(Sequence[int], prompt)]
             if all(isinstance(part, Mapping) for part in prompt):
                 return self.tokenizer.encode_chat(cast(ChatMessages, prompt))
         raise RequestError(
-            f"a prompt is {prompt!r:.80}; it must be text, a sequence of token ids, or a sequence of chat messages "
-            'such as {"role": "user", "content": "Hello"}',
+            f"a prompt is {prompt!r:.80}; it must be text that UTF-8 can encode, a sequence of token ids, or "
+            'a sequence of chat messages such as {"role": "user", "content": "Hello"}',
             reason="BAD_PROMPT",
         )
 
