@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# For a machine with one GPU, torch and Triton installed; downloads nothing, ends within five minutes.
-# Every kernel against float64, then speeds: decode attention by copy bandwidth, prefill attention by torch's. Table last.
+# For a machine with one GPU, torch, Triton and transformers installed; downloads nothing, ends within five minutes.
+# Every kernel against float64, and a hand-off between two processes against transformers; then speeds: steps with and
+# without CUDA graphs, decode attention by copy bandwidth, prefill attention by torch's. Tables last.
 #   PYTHON=python3 tests/gpu/check.sh
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -10,22 +11,28 @@ trap 'rm -rf "$paths"' EXIT
 # The package is importable without an installation, and the folder kernels/ does not hide another package.
 export PYTHONPATH="$PWD/src:$PWD" OMP_NUM_THREADS=2 TRITON_CACHE_DIR="$paths/cache"
 
-groups=(
-    "decode_variants decode_many_splits"
-    "prefill_variants bfloat16 divided_work"
-    "fp8 fp8_bits store_small store_fp8"
-    "decode_small prefill_small pages norm rotary silu"
+parts=(
+    "tests.kernels.triton_cases --gpu decode_variants decode_many_splits"
+    "tests.kernels.triton_cases --gpu prefill_variants bfloat16 divided_work"
+    "tests.kernels.triton_cases --gpu fp8 fp8_bits store_small store_fp8"
+    "tests.kernels.triton_cases --gpu decode_small prefill_small pages norm rotary silu"
+    "tests.gpu.engine pair"
 )
 pids=()
-for i in "${!groups[@]}"; do
+for i in "${!parts[@]}"; do
     # shellcheck disable=SC2086 # words on purpose
-    timeout 170 "$python" -m tests.kernels.triton_cases --gpu ${groups[$i]} >"$paths/$i.log" 2>&1 &
+    timeout -k 5 125 "$python" -m ${parts[$i]} >"$paths/$i.log" 2>&1 &
     pids+=($!)
 done
-status=0
-for i in "${!groups[@]}"; do
-    wait "${pids[$i]}" || { status=1 && echo "FAILED: ${groups[$i]}"; }
+failed=()
+for i in "${!parts[@]}"; do
+    wait "${pids[$i]}" || failed+=("${parts[$i]}")
     cat "$paths/$i.log"
 done
-timeout 120 "$python" -m tests.gpu.speed || status=1
-exit "$status"
+# Alone on the GPU, one after the other: these are timed.
+timeout -k 5 70 "$python" -m tests.gpu.engine steps || failed+=("tests.gpu.engine steps")
+timeout -k 5 90 "$python" -m tests.gpu.speed || failed+=("tests.gpu.speed")
+for part in "${failed[@]}"; do
+    echo "FAILED: $part"
+done
+[ ${#failed[@]} -eq 0 ]
