@@ -60,7 +60,9 @@ def test_one_prompt_of_any_kind_needs_no_list(llm: LLM) -> None:
     assert llm.generate([], params(5)) == []
 
 
-@pytest.mark.parametrize("prompt", [["t1", 2], [1, {"role": "user", "content": "t7"}], [[1], [2]], [1.5], None, 7, "\ud800"])
+@pytest.mark.parametrize(
+    "prompt", [["t1", 2], [1, {"role": "user", "content": "t7"}], [[1], [2]], [1.5], None, 7, "\ud800"]
+)
 def test_what_is_no_prompt_says_what_one_is(llm: LLM, prompt: object) -> None:
     with pytest.raises(RequestError, match="must be text that UTF-8 can encode, a sequence of token ids"):
         llm.generate(["t1", prompt], params(4))  # type: ignore[list-item]
