@@ -6,7 +6,8 @@ sampled. Who starts next is the first of the waiting tenant with the smallest co
 ago. A tenant that comes back from idle is lifted, so that it cannot save up: to the counter of the waiting tenant that
 was chosen longest ago, or of the last one that left when none waits. (The paper lifts to the smallest counter. Ours is
 between the smallest and the largest: that is all that the paper's proof uses, and an endless stream of new tenants
-cannot pass one by.)
+cannot pass one by.) What was charged for a prompt that was not computed, since its request was aborted, is the
+tenant's credit: it pays for what is served next. So counters never fall.
 
 Two tenants that wait all the time: their served costs differ by at most 2 max(largest prompt, 2 * tokens in all pages).
 Bounded wait: nobody who comes from idle precedes the waiting tenant that was chosen longest ago.
@@ -32,15 +33,17 @@ class Tenant:
 
     Attributes:
         counter: Cost served, with lifts; it never falls.
+        credit: Cost that the counter has in advance.
         turn: When it was last chosen, or began to wait: a number that only grows.
         num_waiting: Its sequences that have not started.
         num_started: Its sequences that have, and live.
     """
 
-    __slots__ = ("counter", "num_started", "num_waiting", "turn")
+    __slots__ = ("counter", "credit", "num_started", "num_waiting", "turn")
 
     def __init__(self) -> None:
         self.counter = 0.0
+        self.credit = 0.0
         self.turn = 0
         self.num_waiting = 0
         self.num_started = 0
@@ -49,6 +52,12 @@ class Tenant:
     def key(self) -> tuple[float, int]:
         """Who has the smallest goes first; it only grows."""
         return (self.counter, self.turn)
+
+    def charge(self, cost: float) -> None:
+        """Counts what is served."""
+        paid = min(self.credit, cost)
+        self.credit -= paid
+        self.counter += cost - paid
 
 
 class FairPolicy:
@@ -61,6 +70,7 @@ class FairPolicy:
     def __init__(self, decode_weight: float) -> None:
         self._decode_weight = decode_weight
         self._tenants: dict[str, Tenant] = {}
+        self._charged: dict[str, int] = {}  # for prompts, by sequence
         self._by_turn: dict[str, Tenant] = {}  # those that wait; the one chosen longest ago first
         self._turns = count(1)
         self._last: Tenant | None = None  # the last that left, of those that waited
@@ -84,8 +94,9 @@ class FairPolicy:
         tenant = self._tenants.setdefault(name, Tenant())
         if not tenant.num_waiting:
             lift = next(iter(self._by_turn.values()), self._last)
-            if lift is not None:
-                tenant.counter = max(tenant.counter, lift.counter)
+            if lift is not None and lift.counter > tenant.counter:
+                tenant.credit = max(0.0, tenant.credit - (lift.counter - tenant.counter))
+                tenant.counter = lift.counter
             self._take_turn(name, tenant)
         tenant.num_waiting += 1
 
@@ -94,20 +105,24 @@ class FairPolicy:
         name = seq.request.tenant
         tenant = self._tenants[name]
         tenant.num_started += 1
-        tenant.counter += to_compute(seq)
+        self._charged[seq.key] = cost = to_compute(seq)
+        tenant.charge(cost)
         self._take_turn(name, tenant)
         self._leave(name, tenant)
 
     def sampled(self, seq: Sequence) -> None:
         """Charges an output token."""
-        self._tenants[seq.request.tenant].counter += self._decode_weight
+        self._tenants[seq.request.tenant].charge(self._decode_weight)
 
     def end(self, seq: Sequence) -> None:
-        """Forgets the sequence, and idle tenants when they are too many."""
+        """Forgets the sequence, and idle tenants when they are too many; what its prompt did not take is credit."""
         name = seq.request.tenant
         tenant = self._tenants[name]
         if seq.admitted:
             tenant.num_started -= 1
+            charged = self._charged.pop(seq.key)
+            if len(seq.tokens) == seq.num_initial:  # nothing sampled: it may have ended within its prompt
+                tenant.credit += min(charged, max(0, seq.num_initial - seq.num_computed))
         else:
             self._leave(name, tenant)
         if not tenant.num_waiting and not tenant.num_started:

@@ -16,6 +16,7 @@ from pdserve.engine.lines import Policy
 from pdserve.engine.policies import POLICIES, make_policy
 from pdserve.engine.sequence import Sequence as EngineSequence
 from pdserve.engine.step import (
+    Abort,
     Add,
     PrefillStarted,
     Reserve,
@@ -319,3 +320,14 @@ def test_a_priority_that_is_not_honoured_is_refused(policy: str, priority: int) 
     assert isinstance(failure, SequenceFailed)
     assert (failure.status, failure.reason) == ("INVALID_ARGUMENT", "UNSUPPORTED_PARAMETER")
     assert "priority" in failure.message
+
+
+def test_a_prompt_that_is_aborted_costs_what_was_computed_of_it() -> None:
+    engine = Engine(64, max_num_batched_tokens=8, max_num_seqs=1, policy=(policy := FairPolicy(decode_weight=2.0)))
+    engine.step(Add(request("gone", range(40), tenant="a")))
+    engine.step(Abort("gone"))
+    assert policy.counters() == {"a": 40}  # of which 32 are credit
+    engine.run(Add(request("next", range(50, 70), 3, tenant="a")))
+    assert policy.counters() == {"a": 40}  # 20 and 3 * 2 are paid by it
+    engine.run(Add(request("last", range(100, 120), 1, tenant="a")))
+    assert policy.counters() == {"a": 40 + 16}

@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.bench.virtual_time import run_virtual
 from pdserve.core.clock import MonotonicClock
-from pdserve.core.errors import EngineError
+from pdserve.core.errors import EngineError, UnavailableError
 from pdserve.router.open_request import OpenRequest
 from pdserve.router.output_stream import OutputStream
 from pdserve.router.progress import Progress
@@ -180,3 +180,25 @@ def test_what_a_slow_reader_has_not_taken_is_merged_by_choice() -> None:
             stream.put(common_pb2.Delta(choice=choice, index=index, token_ids=[choice]))
     assert len(stream._deltas) == 3 and len(progress.choices) == 3
     assert [(d.choice, d.index, len(d.token_ids)) for d in stream._deltas] == [(i, 0, 50) for i in range(3)]
+
+
+@pytest.mark.parametrize("begun", [False, True])
+def test_a_worker_that_dies_amid_several_choices_ends_the_request_once(begun: bool) -> None:
+    async def main() -> None:
+        w = World("m0")
+        opened = await open_two(w)
+        m = w.clients["m0"]
+        if begun:
+            m.output("r", news(0, 0, 4, text="y"))
+            m.output("r", news(1, 0, 5, text="z", end="s"))
+            await w.settle()
+        w.die("m0")
+        deltas = []
+        with pytest.raises(UnavailableError) as ended:
+            while isinstance(item := await opened.stream.next(), common_pb2.Delta):
+                deltas.append(item)
+        assert ended.value.status == "UNAVAILABLE" and ended.value.reason
+        assert [(d.choice, list(d.token_ids)) for d in deltas] == ([(0, [4]), (1, [5])] if begun else [])
+        w.check_clean()
+
+    run_virtual(main())
