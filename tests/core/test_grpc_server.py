@@ -13,7 +13,14 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from pdserve.core.errors import CapacityError, ConfigError, EngineError, PdserveError, RequestError, UnavailableError
-from pdserve.core.grpc_server import GrpcServer, channel_options, error_detail, error_from_detail, error_from_rpc
+from pdserve.core.grpc_server import (
+    WRITE_FAILED,
+    GrpcServer,
+    channel_options,
+    error_detail,
+    error_from_detail,
+    error_from_rpc,
+)
 from pdserve.v1 import inference_pb2, inference_pb2_grpc
 
 INFERENCE = "pdserve.v1.Inference"
@@ -252,3 +259,12 @@ def test_stop_is_bounded_when_grpc_never_ends(monkeypatch: pytest.MonkeyPatch) -
         await stop(0)
 
     asyncio.run(main())
+
+
+def test_a_write_to_a_stream_that_has_ended_is_typed() -> None:
+    empty = grpc.aio.Metadata()
+    error = error_from_rpc(grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, empty, empty, details=WRITE_FAILED))
+    assert isinstance(error, UnavailableError)
+    assert (error.status, error.reason) == ("UNAVAILABLE", "STREAM_ENDED")
+    other = error_from_rpc(grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, empty, empty, details="else"))
+    assert (other.status, other.reason) != ("UNAVAILABLE", "STREAM_ENDED")

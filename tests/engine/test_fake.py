@@ -5,8 +5,18 @@ from __future__ import annotations
 import pytest
 
 from pdserve.core.errors import EngineError
-from pdserve.engine.fake import FAKE_EOS, FAKE_VOCAB_SIZE, expected_tokens
-from pdserve.engine.step import Add, PageRef, ScheduledSequence, SchedulerOutput, SequenceFailed, TokensSampled
+from pdserve.engine.fake import FAKE_EOS, FAKE_VOCAB_SIZE, FakeRunner, expected_tokens, fake_layout
+from pdserve.engine.step import (
+    Add,
+    PageCopy,
+    PageCopyKind,
+    PageRef,
+    RunnerOutput,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceFailed,
+    TokensSampled,
+)
 from tests.engine.engines import Engine, Streams, request
 
 
@@ -104,3 +114,15 @@ def test_a_row_without_a_page_for_each_of_its_tokens_is_refused_before_any_page_
     with pytest.raises(EngineError, match="sequence a has 1 pages, but computes up to position 4"):
         engine.runner.execute(output)
     assert bytes(engine.memory) == before
+
+
+def test_a_step_of_page_copies_alone_is_done() -> None:
+    layout = fake_layout(4)
+    pool = bytearray(2 * layout.page_bytes)
+    pool[: layout.page_bytes] = b"\x07" * layout.page_bytes
+    before = bytes(pool[: layout.page_bytes])
+    output = FakeRunner(memoryview(pool), layout).execute(
+        SchedulerOutput(1, (), 0, (PageCopy(0, 1, PageCopyKind.COPY),))
+    )
+    assert output == RunnerOutput(())
+    assert bytes(pool[layout.page_bytes :]) == before
