@@ -27,6 +27,7 @@ _OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("logprobs", int, "with --json: log-probabilities of this many likeliest tokens"),
     ("timeout_s", float, "give up after this many seconds (default: never)"),
     ("model", str, "served model name (default: the only one)"),
+    ("priority", int, "lower starts first, -100 to 100; for --scheduling-policy priority (default: 0)"),
     ("request_id", str, "id of the request, to look it up or cancel it"),
 )
 
@@ -75,6 +76,8 @@ def _parser() -> argparse.ArgumentParser:
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json-schema", metavar="FILE", type=Path, help="the answer is JSON that this schema allows")
     form.add_argument("--regex", metavar="REGEX", help="the whole answer matches this regular expression")
+    form.add_argument("--choice", action="append", metavar="TEXT", help="the answer is one of these; to be repeated")
+    form.add_argument("--grammar", metavar="FILE", type=Path, help="the answer is of this grammar (Lark or GBNF)")
     parser.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end-of-sequence token")
     parser.add_argument("--json", action="store_true", help="print the whole result as one JSON object at the end")
     parser.add_argument("--timings", action="store_true", help="print where the time went to standard error")
@@ -95,14 +98,21 @@ def _prompt(given: str | None) -> str:
 def _options(args: argparse.Namespace) -> RequestOptions:
     names = [name for name, _, _ in _OPTIONS] + ["stop", "ignore_eos"]
     options = {name: getattr(args, name) for name in names}
-    if args.json_schema is not None:
-        try:
-            options["structured_outputs"] = {"json": args.json_schema.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as e:
-            raise ConfigError(f"--json-schema {args.json_schema} cannot be read: {e}") from e
-    elif args.regex is not None:
-        options["structured_outputs"] = {"regex": args.regex}
+    if (form := _form(args)) is not None:
+        options["structured_outputs"] = form
     return cast(RequestOptions, options)
+
+
+def _form(args: argparse.Namespace) -> dict[str, object] | None:
+    for name, flag, path in (("json", "--json-schema", args.json_schema), ("grammar", "--grammar", args.grammar)):
+        if path is not None:
+            try:
+                return {name: path.read_text(encoding="utf-8")}
+            except (OSError, UnicodeDecodeError) as e:
+                raise ConfigError(f"{flag} {path} cannot be read: {e}") from e
+    if args.regex is not None:
+        return {"regex": args.regex}
+    return None if args.choice is None else {"choice": args.choice}
 
 
 def _print_stream(stream: TokenStream, quiet: bool) -> Result:

@@ -7,7 +7,7 @@ import json
 import numbers
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from pdserve.client.errors import InvalidRequest
@@ -30,6 +30,7 @@ _FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 _BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "echo")
 _INT_LISTS = ("stop_token_ids", "allowed_token_ids")
 _STR_LISTS = ("stop", "bad_words")
+_FORMS = tuple(common_pb2.StructuredOutputs.DESCRIPTOR.fields_by_name)
 _REQUEST_STRINGS = ("model", "tenant", "cache_salt")
 _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -226,7 +227,12 @@ def _set_sampling(sampling: common_pb2.SamplingParams, given: Mapping[str, objec
             except ValueError as e:
                 raise _unsendable("logit_bias", token, e) from e
     if "structured_outputs" in given:
-        form = dict(_mapping("structured_outputs", given["structured_outputs"]))
+        value = given["structured_outputs"]
+        if is_dataclass(value):  # pdserve.StructuredOutputs, which the light client does not import
+            value = {f.name: v for f in fields(value) if (v := getattr(value, f.name)) not in (None, (), False)}
+        form = dict(_mapping("structured_outputs", value))
+        if unknown := form.keys() - set(_FORMS):
+            raise TypeError(f"structured_outputs has no {min(map(str, unknown))!r}; give one of {', '.join(_FORMS)}")
         try:
             if isinstance(form.get("json"), Mapping):
                 form["json"] = json.dumps(form["json"], ensure_ascii=False)

@@ -49,8 +49,9 @@ class RequestOptions(TypedDict, total=False):
     logprobs: int | None
     prompt_logprobs: int | None
     skip_special_tokens: bool | None
-    structured_outputs: Mapping[str, object] | None
-    """Exactly one of json (a schema: text or mapping), regex, choice (strings), grammar, json_object (True)."""
+    structured_outputs: Mapping[str, object] | object | None
+    """Exactly one of json (a schema: text or mapping), regex, choice (strings), grammar, json_object (True); or a
+    `pdserve.StructuredOutputs`."""
     echo: bool | None
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pdserve.core.clock import MonotonicClock
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, PdserveError
 from pdserve.core.hashing import identity_digest
 from pdserve.core.layout import KVLayout
 from pdserve.core.sampling import SamplingParams
-from pdserve.core.structured import unsupported_here
+from pdserve.core.structured import StructuredOutputs, unsupported_here
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.batching import make_batching
@@ -26,7 +26,7 @@ from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import make_policy
 from pdserve.engine.preemption_costs import PreemptionMeter, measure_preemption
 from pdserve.engine.prefix_cache import PrefixCache
-from pdserve.engine.preparation import Prepare
+from pdserve.engine.preparation import PREPARE_WAIT_S, Prepare, finish
 from pdserve.engine.profile import StepMeter, StepProfile, profile_steps
 from pdserve.engine.progress import Progress, SilentProgress
 from pdserve.engine.step import Runner, RunnerOutput, SchedulerOutput
@@ -96,7 +96,19 @@ class BuiltEngine(EngineFacts):
 def build_engine(config: EngineConfig, make_pool: MakePool, progress: Progress | None = None) -> BuiltEngine:
     """Builds an engine for a service. See `build_core`."""
     facts = vars(build_core(config, make_pool, progress)).copy()
+    if config.runner == "model":
+        _prepare_once(facts["prepare"])
     return BuiltEngine(engine=AsyncEngine(facts.pop("core"), MonotonicClock().now, facts["prepare"]), **facts)
+
+
+def _prepare_once(prepare: Prepare) -> None:
+    """Compiles a small grammar, for which the library reads the tokenizer: in the first request that would hold
+    Python's lock, and with it all streams and heartbeats, for most of a second."""
+    try:
+        if (preparation := prepare(SamplingParams(structured_outputs=StructuredOutputs(choice=("yes",))))) is not None:
+            finish(preparation, PREPARE_WAIT_S)
+    except PdserveError as e:
+        _log.warning("requests with structured_outputs will fail: %s", e)
 
 
 def build_core(config: EngineConfig, make_pool: MakePool, progress: Progress | None = None) -> BuiltCore:

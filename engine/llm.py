@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -30,6 +31,7 @@ from pdserve.core.sampling_types import is_text
 from pdserve.core.structured import check_structured
 from pdserve.core.text_stream import echo_text
 from pdserve.core.tokenizer import ChatMessages
+from pdserve.engine.bars import batch_bar
 from pdserve.engine.build import build_core
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.kv_cache import PlainPool
@@ -82,6 +84,7 @@ class LLM:
         *,
         cache_salt: str = "",
         priority: int = 0,
+        progress: bool = False,
     ) -> list[Completion]:
         """Computes all prompts in one batch.
 
@@ -90,6 +93,7 @@ class LLM:
             sampling_params: For all, or one per prompt; default: `SamplingParams()`.
             cache_salt: Computed prompts are reused only among requests of the same salt; empty: shared.
             priority: Lower starts first; only `scheduling_policy="priority"` takes another than 0.
+            progress: Show a bar on standard error: prompts done, output tokens per second, time left.
 
         Returns:
             One completion per prompt, in order.
@@ -109,8 +113,11 @@ class LLM:
         requests = [self._request(p, s, cache_salt, priority) for p, s in zip(several, each, strict=True)]
         outputs = [self._submit(r, p) for r, p in zip(requests, several, strict=True)]
         try:
-            while not all(o.ended for o in outputs):
-                self._step()
+            with batch_bar(outputs) if progress else nullcontext() as bar:
+                while not all(o.ended for o in outputs):
+                    self._step()
+                    if bar is not None:
+                        bar.update(time.monotonic())
         finally:
             for output in outputs:
                 self._close(output)

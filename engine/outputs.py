@@ -207,6 +207,11 @@ class RequestOutput:
         return all(c.ended for c in self.choices) or self.error is not None
 
     @property
+    def num_tokens(self) -> int:
+        """Output tokens so far, of all choices."""
+        return sum(len(c.token_ids) for c in self.choices)
+
+    @property
     def news(self) -> ChoiceOutput | None:
         """A choice that a stream has something to take of; None: of no one."""
         return next((c for c in self.choices if c.news), None)
@@ -215,7 +220,7 @@ class RequestOutput:
         """All of it; every choice has ended."""
         usage = Usage(
             prompt_tokens=len(self._prompt_token_ids),
-            completion_tokens=sum(len(c.token_ids) for c in self.choices),
+            completion_tokens=self.num_tokens,
             cached_tokens=self.choices[0].num_cached,
         )
         prompt = (None, *self.choices[0].prompt_logprobs) if self._scored else ()

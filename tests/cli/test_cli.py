@@ -104,6 +104,10 @@ def test_generate_asks_for_a_form(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert cli.main(["generate", "Hi", "--router", address, "--regex", "a+"]) == 0
         assert [r.sampling.structured_outputs.json for r in router.requests] == ['{"type": "object"}', ""]
         assert router.requests[1].sampling.structured_outputs.regex == "a+"
+        assert cli.main(["generate", "Hi", "--router", address, "--grammar", str(schema), "--priority", "-3"]) == 0
+        assert router.requests[2].sampling.structured_outputs.grammar and router.requests[2].priority == -3
+        assert cli.main(["generate", "Hi", "--router", address, "--choice", "yes", "--choice", "no"]) == 0
+        assert list(router.requests[3].sampling.structured_outputs.choice) == ["yes", "no"]
         assert cli.main(["generate", "Hi", "--router", address, "--json-schema", str(tmp_path / "none")]) == 2
     assert "--json-schema" in capsys.readouterr().err
 

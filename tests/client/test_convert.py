@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import pdserve
+from pdserve import StructuredOutputs
 from pdserve import client as sdk
 from pdserve.client import Client, InvalidRequest, RequestOptions
 from pdserve.client.convert import generate_request
@@ -60,6 +61,15 @@ def test_every_keyword_arrives() -> None:
 def test_nothing_given_sends_nothing() -> None:
     request = generate_request(prompt_token_ids=[0], options={"temperature": None, "stop": None})
     assert not request.HasField("sampling") and request.model == "" and len(request.request_id) == 32
+
+
+def test_takes_the_embedded_engines_form_too() -> None:
+    for form in ({"choice": ["a", "b"]}, {"json": {"type": "object"}}, {"json_object": True}):
+        messages = [
+            generate_request(prompt="x", options={"structured_outputs": value}).sampling
+            for value in (form, StructuredOutputs(**form))  # type: ignore[arg-type]
+        ]
+        assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize(
