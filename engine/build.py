@@ -180,7 +180,9 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     model_dir = resolve_model(config.model, progress)
     torch.set_num_threads(config.threads or 1)
     _use_cpu_kernels(config.threads or 1)
-    loaded = load_model(model_dir, config.dtype, progress, where, impl=config.model_impl)
+    loaded = load_model(
+        model_dir, config.dtype, progress, where, impl=config.model_impl, quantization=config.quantization
+    )
     layout = loaded.layout(config.page_size)
     num_pages = config.num_pages or _num_pages(config, layout)
     memory = make_pool(layout, num_pages)

@@ -38,6 +38,11 @@ class EngineConfig:
         choices=("auto", "lean", "transformers"),
     )
     enforce_eager: bool = option(False, "cuda: compute steps of decodes alone without CUDA graphs, too")
+    quantization: str | None = option(
+        None,
+        "int8: linears' weights in 8 bits, a quarter of the memory; activations and KV stay float32; default: none",
+        choices=("int8",),
+    )
     max_model_len: int | None = option(
         None,
         "prompt and output tokens together, at most; default: what the model and the pool allow",
@@ -159,6 +164,7 @@ class EngineConfig:
             )
         if self.max_num_batched_tokens is not None:
             self.check_token_budget(self.max_num_batched_tokens)
+        self._check_quantization()
         self._check_policy()
         self._check_batching()
         self._check_swap()
@@ -217,6 +223,14 @@ class EngineConfig:
                 f"--long-prefill-token-threshold is {threshold} and --max-long-partial-prefills {num_long}; together "
                 f"they must be below the token budget of a step ({token_budget}), or shorter prompts get nothing"
             )
+
+    def _check_quantization(self) -> None:
+        for name, allowed in (("device", ("auto", "cpu")), ("dtype", ("auto", "float32")), ("runner", ("model",))):
+            if self.quantization is not None and getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"--quantization is {self.quantization!r} and {flag_name(name)} is {getattr(self, name)!r}; it "
+                    f"needs {flag_name(name)} {allowed[-1]}"
+                )
 
     def _check_policy(self) -> None:
         for policy, name in (("priority", "priority_aging_s"), ("sjf", "sjf_aging_rate")):

@@ -7,10 +7,11 @@ must see every layer call it, and the right answers (`engine.model_check`).
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from pdserve.engine import attention
 from pdserve.engine.model_check import check_answers, check_windows, fact, record_layers, refuse
 from pdserve.engine.model_store import weights_digest
 from pdserve.engine.models.lean import LeanModel
-from pdserve.engine.models.linear import TorchLinear
+from pdserve.engine.models.linear import MakeLinear, linear_maker, replace_linears
 from pdserve.engine.models.spec import NotLean, read_spec
 from pdserve.engine.models.weights import WeightFiles
 from pdserve.engine.progress import Progress, SilentProgress
@@ -97,6 +98,7 @@ def load_model(
     where: torch.device = _CPU,
     *,
     impl: str = "auto",
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Loads a model.
 
@@ -106,6 +108,7 @@ def load_model(
         progress: Told about long steps.
         where: Device of the weights.
         impl: `EngineConfig.model_impl`.
+        quantization: `EngineConfig.quantization`; only with float32.
 
     Raises:
         ConfigError: The directory cannot be read, or the model cannot be served.
@@ -116,13 +119,21 @@ def load_model(
     assert dtype in DTYPE_BYTES, dtype
     digest = weights_digest(directory, progress)
     progress.begin("loading the model")
-    loaded = None if impl == "transformers" else _try_lean(directory, dtype, where, digest, required=impl == "lean")
-    loaded = loaded or _load_transformers(directory, dtype, where, digest)
+    make = linear_maker(quantization)
+    required = impl == "lean"
+    loaded = None if impl == "transformers" else _try_lean(directory, dtype, where, digest, make, required=required)
+    if loaded is None:
+        loaded = _load_transformers(directory, dtype, where, digest)
+        if where.type == "cpu" and dtype == "float32":
+            replace_linears(loaded.model, make)
+    _return_freed_memory()
     progress.end()
-    return loaded
+    return loaded if quantization is None else replace(loaded, identity=loaded.identity | {"weights_as": quantization})
 
 
-def _try_lean(directory: Path, dtype: str, where: torch.device, digest: str, *, required: bool) -> LoadedModel | None:
+def _try_lean(
+    directory: Path, dtype: str, where: torch.device, digest: str, make: MakeLinear, *, required: bool
+) -> LoadedModel | None:
     try:
         if where.type != "cpu":
             raise NotLean("the lean definition computes on the CPU")
@@ -130,7 +141,7 @@ def _try_lean(directory: Path, dtype: str, where: torch.device, digest: str, *, 
             raise NotLean(f"the lean definition computes in float32, not {dtype}")
         spec = read_spec(directory)
         with WeightFiles(directory) as files:
-            model = LeanModel(spec, files, TorchLinear, TorchLinear)
+            model = LeanModel(spec, files, make)
     except NotLean as e:
         if required:
             raise ConfigError(f"--model-impl is 'lean', but {directory.name} cannot be served so: {e}") from e
@@ -145,6 +156,12 @@ def _try_lean(directory: Path, dtype: str, where: torch.device, digest: str, *, 
         eos_token_ids=spec.eos_token_ids,
         identity=_identity({name: spec.facts.get(name) for name in _IDENTITY_CONFIG}, dtype, digest),
     )
+
+
+def _return_freed_memory() -> None:
+    """Gives the system back what packing used: glibc would keep it for this process."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _load_transformers(directory: Path, dtype: str, where: torch.device, digest: str) -> LoadedModel:

@@ -13,10 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pdserve.engine.attention import AttentionContext, AttentionOptions
-from pdserve.engine.models.linear import Linear, MakeLinear
+from pdserve.engine.models.linear import Linear, MakeLinear, TorchLinear
 from pdserve.engine.models.spec import LeanSpec, NotLean
 from pdserve.engine.models.weights import WeightFiles
 from pdserve.kernels.dispatch import fused_for
@@ -60,8 +59,7 @@ class LeanModel:
     Args:
         spec: The model.
         files: Its weights.
-        make_linear: Makes the layers' linears.
-        make_head: Makes the head.
+        make_linear: Makes the linears.
         dtype: Of weights and activations.
 
     Attributes:
@@ -76,7 +74,6 @@ class LeanModel:
         spec: LeanSpec,
         files: WeightFiles,
         make_linear: MakeLinear,
-        make_head: MakeLinear,
         dtype: torch.dtype = torch.float32,
     ) -> None:
         _check_names(spec, files)
@@ -86,8 +83,9 @@ class LeanModel:
         self._inv_freq = inverse_frequencies(spec.rope, spec.head_dim)
         self._layers = [_load_layer(spec, files, dtype, make_linear, i) for i in range(spec.num_layers)]
         self._norm = files.rows(["model.norm.weight"], dtype)
-        self._embedding = files.rows(["model.embed_tokens.weight"], dtype)
-        self._head = make_head(self._embedding if spec.tied else files.rows(["lm_head.weight"], dtype), None)
+        embedding = files.rows(["model.embed_tokens.weight"], dtype)
+        self._head = make_linear(embedding if spec.tied else files.rows(["lm_head.weight"], dtype), None)
+        self._embed = self._head.rows if spec.tied else TorchLinear(embedding, None).rows
 
     def __call__(
         self,
@@ -107,7 +105,7 @@ class LeanModel:
             pdserve: Stores and reads KV.
             use_cache: False: transformers' models would keep one of their own.
         """
-        hidden = F.embedding(input_ids[0], self._embedding)
+        hidden = self._embed(input_ids[0])
         rotation = self._rotation(position_ids[0])
         delta: Tensor | None = None
         for at, layer in enumerate(self._layers):
