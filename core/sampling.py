@@ -6,7 +6,7 @@ Names are the field's (vLLM's set).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, fields, replace
 
 from pdserve.core.errors import RequestError, UnimplementedError
@@ -27,6 +27,13 @@ MAX_PROMPT_LOGPROBS = 1 << 18
 """Log-probabilities of one prompt: its tokens times 1 + `prompt_logprobs`."""
 DEFAULT_MAX_TOKENS = 256
 
+_MOST = {
+    "stop": MAX_STOP_STRINGS,
+    "stop_token_ids": MAX_STOP_TOKEN_IDS,
+    "logit_bias": MAX_LOGIT_BIASES,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
+    "bad_words": MAX_BAD_WORDS,
+}
 _NOT_WITH_STRUCTURE = ("ignore_eos", "min_tokens", "stop_token_ids", "allowed_token_ids", "bad_words")
 """Fields that say, as structured_outputs does, which tokens may come and where the end is: together they may leave no
 token, or end the text in one that is not of the form."""
@@ -97,8 +104,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            if (value := getattr(self, f.name)) is not f.default and (read := typed(f.name, value)) is not value:
-                object.__setattr__(self, f.name, read)
+            if (value := getattr(self, f.name)) is f.default:
+                continue
+            if f.name in _MOST and isinstance(value, Sized) and not isinstance(value, str):
+                check_size(f.name, len(value))
+            object.__setattr__(self, f.name, typed(f.name, value))
         if not 1 <= self.n <= MAX_N:
             _refuse("n", self.n, f"in 1..{MAX_N}")
         if self.echo and self.n > 1:
@@ -126,8 +136,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None and not 0 <= value <= MAX_LOGPROBS:
                 _refuse(name, value, f"in 0..{MAX_LOGPROBS}")
-        _check_token_ids("allowed_token_ids", self.allowed_token_ids, MAX_ALLOWED_TOKEN_IDS)
-        _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        _check_token_ids("allowed_token_ids", self.allowed_token_ids)
+        _check_strings("bad_words", self.bad_words, MAX_BAD_WORD_CHARS)
         if any(not word.strip() for word in self.bad_words):
             _refuse("bad_words", list(self.bad_words), "words that are not blank")
 
@@ -138,7 +148,7 @@ class SamplingParams:
         if not (math.isfinite(self.repetition_penalty) and self.repetition_penalty > 0):
             _refuse("repetition_penalty", self.repetition_penalty, "a finite number > 0 (1 is none)")
         if self.logit_bias is not None:
-            _check_token_ids("logit_bias", tuple(self.logit_bias), MAX_LOGIT_BIASES)
+            _check_token_ids("logit_bias", tuple(self.logit_bias))
             if any(math.isnan(bias) for bias in self.logit_bias.values()):
                 _refuse("logit_bias", dict(self.logit_bias), "numbers by token id")
             clamped = {t: min(BIAS_LIMIT, max(-BIAS_LIMIT, float(bias))) for t, bias in self.logit_bias.items()}
@@ -149,8 +159,8 @@ class SamplingParams:
             _refuse("max_tokens", self.max_tokens, "at least 1")
         if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
             _refuse("min_tokens", self.min_tokens, f"in 0..max_tokens ({self.max_tokens or DEFAULT_MAX_TOKENS})")
-        _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_STRING_CHARS)
-        _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        _check_strings("stop", self.stop, MAX_STOP_STRING_CHARS)
+        _check_token_ids("stop_token_ids", self.stop_token_ids)
         _check_form(self.structured_outputs)
         if self.structured_outputs is not None:
             for f in fields(self):
@@ -206,15 +216,21 @@ def check_token_ids(name: str, ids: Sequence[int], vocab_size: int) -> None:
         )
 
 
-def _check_token_ids(name: str, ids: Sequence[int], most: int) -> None:
-    if len(ids) > most:
-        _refuse(name, f"{len(ids)} ids", f"at most {most}")
+def check_size(name: str, size: int) -> None:
+    """Checks how many parts a field has; before they are read, for millions of them would hold up an event loop.
+
+    Raises:
+        RequestError: They are too many; the message names the field.
+    """
+    if (most := _MOST.get(name)) is not None and size > most:
+        _refuse(name, f"{size} entries", f"at most {most}")
+
+
+def _check_token_ids(name: str, ids: Sequence[int]) -> None:
     if any(t < 0 for t in ids):
         _refuse(name, list(ids), "token ids >= 0")
 
 
-def _check_strings(name: str, strings: Sequence[str], most: int, most_chars: int) -> None:
-    if len(strings) > most:
-        _refuse(name, f"{len(strings)} strings", f"at most {most}")
+def _check_strings(name: str, strings: Sequence[str], most_chars: int) -> None:
     if any(not s or len(s) > most_chars for s in strings):
         _refuse(name, list(strings), f"non-empty strings of at most {most_chars} characters")

@@ -6,8 +6,8 @@ from dataclasses import fields
 from typing import Any
 
 from pdserve.core.errors import UnimplementedError
-from pdserve.core.sampling import SamplingParams
-from pdserve.core.structured import StructuredOutputs
+from pdserve.core.sampling import SamplingParams, check_size
+from pdserve.core.structured import StructuredOutputs, check_num_choices
 from pdserve.v1 import common_pb2
 
 _LISTS = ("stop", "stop_token_ids", "allowed_token_ids", "bad_words")
@@ -22,6 +22,8 @@ def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
         UnimplementedError: Something that is not supported yet; the message names the field.
     """
     values: dict[str, object] = {}
+    for name in (*_LISTS, "logit_bias"):
+        check_size(name, len(getattr(message, name)))
     for f in fields(SamplingParams):
         if f.name in _LISTS:
             values[f.name] = tuple(getattr(message, f.name))
@@ -64,6 +66,7 @@ def _structured_from_proto(message: common_pb2.StructuredOutputs) -> StructuredO
             reason="UNSUPPORTED_PARAMETER",
         )
     form: dict[str, Any] = {} if given is None else {given: getattr(message, given)}
+    check_num_choices(len(message.choice))
     return StructuredOutputs(choice=tuple(message.choice), **form)
 
 

@@ -71,8 +71,6 @@ class StructuredOutputs:
         if len(given) != 1:
             names = ", ".join(f.name for f in fields(self))
             raise _error("", f"set exactly one of {names}; set are: {', '.join(given) or 'none'}")
-        if len(self.choice) > MAX_CHOICES:
-            raise _error(".choice", f"{len(self.choice)} strings; at most {MAX_CHOICES}")
         if not all(self.choice):
             raise _error(".choice", "a choice is empty; leave it out")
         limit = MAX_REGEX_CHARS if self.regex is not None else MAX_STRUCTURE_CHARS
@@ -87,6 +85,7 @@ class StructuredOutputs:
             raise _error(".json_object", f"it is {self.json_object!r:.80}; it must be True or False")
         given: object = self.choice
         choice = tuple(given) if isinstance(given, Iterable) and not isinstance(given, str) else (None,)
+        check_num_choices(len(choice))
         if not all(map(is_text, choice)):
             raise _error(".choice", f"it is {given!r:.80}; it must be a sequence of strings that UTF-8 can encode")
         object.__setattr__(self, "choice", choice)
@@ -98,6 +97,16 @@ class StructuredOutputs:
 
     def _text(self) -> str:
         return str(self.json or self.regex or self.grammar or "".join(self.choice))
+
+
+def check_num_choices(size: int) -> None:
+    """Checks how many strings `choice` has; before they are read.
+
+    Raises:
+        RequestError: They are too many.
+    """
+    if size > MAX_CHOICES:
+        raise _error(".choice", f"{size} strings; at most {MAX_CHOICES}")
 
 
 def check_structured(structured: StructuredOutputs | None, tokenizer: Tokenizer) -> None:

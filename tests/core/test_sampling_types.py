@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import fields
 
 import numpy as np
 import pytest
 
+from pdserve.core import sampling_proto
 from pdserve.core.errors import PdserveError, RequestError
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.sampling_proto import sampling_from_proto, sampling_to_proto
 from pdserve.core.structured import StructuredOutputs
+from pdserve.v1 import common_pb2
 
 _VALUES: list[object] = [
     *(None, "", "x", b"x", "\ud800", object(), True, -1, 1.5, 2**40, 10**30, -(10**400), math.nan, math.inf),
@@ -54,3 +57,26 @@ def test_numpy_numbers_are_numbers_and_cross_the_wire() -> None:
     )
     assert given == SamplingParams(top_k=5, temperature=0.5, stop_token_ids=(1, 2), logit_bias={3: 1.5})
     assert sampling_from_proto(sampling_to_proto(given)) == given
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logit_bias"])
+def test_too_many_parts_are_refused_before_they_are_read(name: str) -> None:
+    class Counted:
+        def __len__(self) -> int:
+            return 10**6
+
+        def __iter__(self) -> Iterator[object]:
+            raise AssertionError("was read")
+
+    with pytest.raises(RequestError, match=f"'{name}' is '1000000 entries'; it must be at most"):
+        SamplingParams(**{name: Counted()})  # type: ignore[arg-type]
+
+
+def test_a_message_of_too_many_parts_is_refused_before_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(value: float) -> float:
+        raise AssertionError("was read")
+
+    monkeypatch.setattr(sampling_proto, "_shortest", read)
+    message = common_pb2.SamplingParams(logit_bias=dict.fromkeys(range(2000), 1.0))
+    with pytest.raises(RequestError, match="'logit_bias' is '2000 entries'; it must be at most 1024"):
+        sampling_from_proto(message)
