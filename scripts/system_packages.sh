@@ -1,18 +1,24 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that tests use, as root on Debian; elsewhere says what is missing (those tests skip).
+# Installs the Debian packages that the tests use, as root on Debian; elsewhere says what is missing (those tests skip).
+# A C compiler only helps if it is there before pdserve is installed, which builds its CPU kernels then.
 set -euo pipefail
 
-missing=()
-for program in prometheus promtool; do
-    command -v "$program" >/dev/null || missing+=("$program")
-done
+missing=() packages=()
+want() { # program, Debian packages
+    command -v "$1" >/dev/null && return
+    missing+=("$1")
+    packages+=("${@:2}")
+}
+want prometheus prometheus
+want promtool prometheus
+want cc gcc libc6-dev
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
-    echo "Installing the Debian package prometheus (tests run the dashboard's queries against it)"
+    echo "Installing Debian packages for the tests: ${packages[*]}"
     export DEBIAN_FRONTEND=noninteractive
-    if apt-get update -q && apt-get install -y -q --no-install-recommends prometheus; then
+    if apt-get update -q && apt-get install -y -q --no-install-recommends "${packages[@]}"; then
         exit 0
     fi
 fi
-echo "Not found: ${missing[*]}. The tests of the dashboard skip; Debian's package prometheus has both programs." >&2
+echo "Not found: ${missing[*]} (Debian packages ${packages[*]}). The tests that need them skip." >&2

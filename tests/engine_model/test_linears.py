@@ -18,7 +18,7 @@ from pdserve.engine.models.linear import TorchLinear, linear_maker, replace_line
 from pdserve.kernels.cpu import library
 from tests.engine_model.models import FAMILIES, VOCAB_SIZE, engine_run, make_model, plain_greedy, served
 
-compiled = pytest.mark.skipif(library.why_not() is not None, reason="needs the compiled CPU kernels")
+compiled = pytest.mark.usefixtures("compiled_kernels")
 SOME = (
     *("llama", "gemma2: window, softcap", "gpt-oss: sinks, window, experts", "phi: partial rope"),
     *("deepseek-v3: keys wider than values", "opt: learned positions"),

@@ -17,7 +17,7 @@ from pdserve.kernels import reference
 from pdserve.kernels.cpu import attention, fused, library
 from tests.kernels.naive import Case, Inputs, make_inputs, new_tokens
 
-pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no compiled kernels: {library.why_not()}")
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 SCALE = 0.17
 

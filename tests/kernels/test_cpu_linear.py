@@ -14,7 +14,7 @@ from torch import Tensor
 from pdserve.kernels.cpu import library, linear
 from pdserve.kernels.cpu.linear import PackedLinear
 
-pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no compiled kernels: {library.why_not()}")
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 
 
 @pytest.fixture(autouse=True)
