@@ -18,8 +18,8 @@ from pdserve.engine.sequence import Sequence
 SCORED_TOKENS = 32
 """Tokens per step of prompts whose log-probabilities are asked."""
 SCORED_COST = 2
-"""Tokens of the budget that one of them takes: with a vocabulary of 49,152 on a CPU its row of logits was measured to take
-2.6 ms and its log-probabilities 0.5, about what a token takes in the layers before."""
+"""Tokens of the budget that one of them takes: with a vocabulary of 49,152 on a CPU its row of logits was measured to
+take 2.6 ms and its log-probabilities 0.5, about what a token takes in the layers before."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
