@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import reference
-from pdserve.kernels.cpu.library import load
+from pdserve.kernels.cpu import library
 
 _NO_MEMORY = -1
 
@@ -66,7 +66,7 @@ def store_kv(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tenso
         num_tokens, num_pages, num_heads, k_dim, v_dim, page_size,
         *keys.stride()[:2], *values.stride()[:2], *key_pages.stride()[:3], *value_pages.stride()[:3],
     )  # fmt: skip
-    if load().pdserve_store_kv(ctypes.byref(arguments)):
+    if library.load().pdserve_store_kv(ctypes.byref(arguments)):
         raise IndexError(f"slots must be below {num_pages * page_size}, those of the pool")
     return None
 
@@ -119,7 +119,7 @@ def paged_attention(
         *query.stride()[:2], *key_pages.stride()[:3], *value_pages.stride()[:3],
         page_tables.stride(0), window or 0, scale, softcap or 0.0,
     )  # fmt: skip
-    if status := load().pdserve_paged_attention(ctypes.byref(arguments)):
+    if status := library.load().pdserve_paged_attention(ctypes.byref(arguments)):
         if status == _NO_MEMORY:
             raise MemoryError("attention found no memory to work in")
         raise IndexError("lengths of sequences do not fit together, or a page table names a page that does not exist")

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from pdserve.kernels import reference_fused
-from pdserve.kernels.cpu.library import load
+from pdserve.kernels.cpu import library
 
 
 @cache
 def _function(name: str, num_pointers: int, num_integers: int, *rest: Any) -> Any:
-    function = load()[name]
+    function = library.load()[name]
     function.argtypes = [c_void_p] * num_pointers + [c_int64] * num_integers + list(rest)
     return function
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pdserve.kernels.cpu.library import load
+from pdserve.kernels.cpu import library
 
 _COLUMNS = 16
 _GROUP = 64
@@ -43,7 +43,7 @@ class PackedLinear:
             None if scales is None else scales.data_ptr(),
             None if bias is None else bias.data_ptr(),
         )
-        self._function = load().pdserve_linear
+        self._function = library.load().pdserve_linear
         self.num_bytes = panels.nbytes + (0 if scales is None else scales.nbytes)
 
     @classmethod
