@@ -28,5 +28,5 @@ def compiled_kernels() -> None:
 
     if (reason := library.why_not()) is not None:
         if platform.machine() != "x86_64":
-            pytest.skip(reason)
+            pytest.skip(f"the CPU kernels are written for x86-64: {reason}")
         missing(f"no compiled CPU kernels: {reason}")

@@ -165,7 +165,7 @@ def test_an_engine_on_a_device_gives_the_tokens_of_the_cpu(
 
 def test_where_there_is_no_gpu_it_is_said_before_the_model_is_touched(tmp_path: Path) -> None:
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+        pytest.skip("it is the refusal of a machine without a GPU that is tested, and here is one")
     with pytest.raises(ConfigError, match="--device is 'cuda', but torch"):
         build_core(EngineConfig(model=str(tmp_path), device="cuda"), PlainPool)
     assert find_device("auto") == find_device("cpu") == torch.device("cpu")
