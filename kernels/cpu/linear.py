@@ -1,6 +1,6 @@
 """Linears over weights that are packed once, compiled; fp32 activations, weights in fp32 or int8.
 
-The structure and the packing are those of `csrc/linear.h` and `csrc/linear.c`.
+The structure and the packing are those of `csrc/linear.h`, `csrc/linear.c` and `csrc/linear_int8.c`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _GROUP = 64
 
 class _Linear(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "weights", "int8_weights", "scales", "bias", "y")),
+        *((name, ctypes.c_void_p) for name in ("x", "weights", "scales", "workspace", "bias", "y")),
         *((name, ctypes.c_int64) for name in ("num_rows", "in", "out", "x_stride", "y_stride")),
     ]
 
@@ -31,18 +31,15 @@ class PackedLinear:
         num_bytes: Bytes of the packed weights.
     """
 
-    def __init__(self, panels: Tensor, scales: Tensor | None, bias: Tensor | None, num_out: int) -> None:
+    def __init__(self, panels: Tensor, scales: Tensor | None, bias: Tensor | None, num_in: int, num_out: int) -> None:
         """See `pack` and `pack_int8`."""
         self._panels = panels
         self._scales = scales
         self._bias = bias
-        self._num_in, self._num_out = panels.shape[1], num_out
-        self._weight_pointers = (
-            panels.data_ptr() if scales is None else None,
-            None if scales is None else panels.data_ptr(),
-            None if scales is None else scales.data_ptr(),
-            None if bias is None else bias.data_ptr(),
-        )
+        self._num_in, self._num_out = num_in, num_out
+        self._weights = panels.data_ptr(), None if scales is None else scales.data_ptr()
+        self._bias_pointer = None if bias is None else bias.data_ptr()
+        self._workspace_per_row = 0 if scales is None else scales.shape[1] * (2 * _GROUP + 4)
         self._function = library.load().pdserve_linear
         self.num_bytes = panels.nbytes + (0 if scales is None else scales.nbytes)
 
@@ -59,19 +56,22 @@ class PackedLinear:
             Unavailable: There are no compiled kernels here.
         """
         _check(weight, bias)
-        return cls(_panels(weight), None, bias if bias is None else bias.contiguous(), weight.shape[0])
+        return cls(_panels(weight), None, _contiguous(bias), weight.shape[1], weight.shape[0])
 
     @classmethod
     def pack_int8(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-        """Packs weights as int8, each 64 along `in` with a scale of their own; arguments and errors as in `pack`."""
+        """Packs weights as int8, each 64 along `in` with a scale of their own; arguments and errors as in `pack`.
+
+        Activations are rounded to 16 bits, each 64 of a row with a scale of their own.
+        """
         _check(weight, bias)
-        panels = _panels(weight)
-        num_in = panels.shape[1]
-        padded = F.pad(panels, (0, 0, 0, -num_in % _GROUP))
-        groups = padded.reshape(panels.shape[0], -1, _GROUP, _COLUMNS)
+        num_out, num_in = weight.shape
+        panels = _panels(F.pad(weight, (0, -num_in % _GROUP)))
+        groups = panels.reshape(panels.shape[0], -1, _GROUP, _COLUMNS)
         scales = groups.abs().amax(dim=2).clamp_(min=torch.finfo(torch.float32).tiny) / 127
         rounded = (groups / scales[:, :, None]).round_().clamp_(-127, 127).to(torch.int8).flatten(1, 2)
-        return cls(rounded[:, :num_in].contiguous(), scales.contiguous(), bias, weight.shape[0])
+        pairs = rounded.reshape(panels.shape[0], -1, 2, _COLUMNS).transpose(2, 3).contiguous()
+        return cls(pairs, scales.contiguous(), _contiguous(bias), num_in, num_out)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product.
@@ -88,8 +88,9 @@ class PackedLinear:
         if rows.stride(1) != 1:
             rows = rows.contiguous()
         y = x.new_empty(*x.shape[:-1], self._num_out)
+        workspace = x.new_empty(rows.shape[0] * self._workspace_per_row, dtype=torch.uint8)
         arguments = _Linear(
-            rows.data_ptr(), *self._weight_pointers, y.data_ptr(),
+            rows.data_ptr(), *self._weights, workspace.data_ptr(), self._bias_pointer, y.data_ptr(),
             rows.shape[0], self._num_in, self._num_out, rows.stride(0), self._num_out,
         )  # fmt: skip
         self._function(ctypes.byref(arguments))
@@ -105,11 +106,15 @@ class PackedLinear:
             `[num_rows, in]` float32.
         """
         at = indices // _COLUMNS, indices % _COLUMNS
-        rows = self._panels[at[0], :, at[1]]
         if self._scales is None:
-            return rows
+            return self._panels[at[0], :, at[1]]
+        rows = self._panels[at[0], :, at[1]].flatten(1)
         scales = self._scales[at[0], :, at[1]].repeat_interleave(_GROUP, dim=1)
-        return rows * scales[:, : self._num_in]
+        return (rows * scales)[:, : self._num_in]
+
+
+def _contiguous(bias: Tensor | None) -> Tensor | None:
+    return None if bias is None else bias.contiguous()
 
 
 def _check(weight: Tensor, bias: Tensor | None) -> None:

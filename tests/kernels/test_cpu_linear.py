@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product if bias is None else product + bias.double()
 
 
-def close(got: Tensor, expected: Tensor) -> None:
-    torch.testing.assert_close(got.double(), expected, atol=1e-6 * (1 + float(expected.abs().max())), rtol=1e-5)
+def close(got: Tensor, expected: Tensor, atol: float = 1e-6) -> None:
+    torch.testing.assert_close(got.double(), expected, atol=atol * (1 + float(expected.abs().max())), rtol=1e-5)
 
 
 @settings(max_examples=40)
@@ -54,7 +55,7 @@ def test_product(
     if is_int8:
         weight = packed.rows(torch.arange(num_out))
     if num_rows:
-        close(packed(x), exact(x, weight, bias))
+        close(packed(x), exact(x, weight, bias), atol=1e-4 if is_int8 else 1e-6)
     assert packed(x).shape == (num_rows, num_out)
 
 
@@ -83,6 +84,39 @@ def test_int8_weights_are_within_half_a_step() -> None:
     step = torch.nn.functional.pad(weight, (0, 56)).unflatten(1, (-1, 64)).abs().amax(dim=2) / 127
     assert bool(((rows - weight).abs() <= 0.501 * step.repeat_interleave(64, dim=1)[:, :200]).all())
     assert not rows[3].any()
+
+
+def test_int8_rounds_each_64_activations_by_themselves() -> None:
+    weight, x = torch.eye(128), torch.ones(7, 128)
+    x[:, 0] = 1e6
+    got = PackedLinear.pack_int8(weight)(x)
+    assert float((got[:, 64:] - 1).abs().max()) < 1e-4
+    assert float((got[:, 1:64] - 1).abs().max()) < 1e6 / 65000
+
+
+def test_int8_sums_do_not_overflow() -> None:
+    weight, x = torch.full((17, 640), -3.0), torch.full((9, 640), 5.0)
+    close(PackedLinear.pack_int8(weight)(x), exact(x, weight, None))
+
+
+@pytest.mark.parametrize("damage", [float("nan"), float("inf"), -float("inf")])
+def test_int8_hides_no_damage(damage: float) -> None:
+    x = torch.randn(8, 200)
+    x[3, 150] = damage
+    got = PackedLinear.pack_int8(torch.randn(20, 200))(x)
+    assert not got[3].isfinite().any()
+    assert got[torch.arange(8) != 3].isfinite().all()
+
+
+@pytest.mark.parametrize("pack", [PackedLinear.pack, PackedLinear.pack_int8])
+def test_calls_from_several_threads_at_once(pack: Callable[[Tensor], PackedLinear]) -> None:
+    library.set_threads(2)
+    packed = pack(torch.randn(400, 300))
+    inputs = [torch.randn(rows, 300) for rows in (1, 2, 9, 30) * 4]
+    expected = [packed(x) for x in inputs]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in range(5):
+            assert all(map(torch.equal, threads.map(packed, inputs), expected))
 
 
 def test_shapes_of_more_and_of_one_dimension() -> None:

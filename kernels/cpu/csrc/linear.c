@@ -5,17 +5,18 @@
  * Weights are read from memory once for up to ROWS rows, one after the other; a block of DEPTH x 16 stays in the first
  * cache while the rows pass it, six at most at a time in registers.
  *
- * Int8 weights have a scale for each GROUP of them along `in`: [out / 16, in / GROUP, 16]. A block becomes floats once.
+ * Int8 weights: linear_int8.c.
  */
 #include "linear.h"
 
 #include "pool.h"
 #include "vec.h"
 
-enum { MR = 6, NR = 16, DEPTH = 256, GROUP = 64, ROWS = 192, ITEMS_PER_THREAD = 6, FLOATS_PER_ITEM = 1 << 13 };
+enum { MR = 6, NR = PANEL, DEPTH = 256, ITEMS_PER_THREAD = 6, FLOATS_PER_ITEM = 1 << 13 };
 
 typedef struct {
     const Linear *l;
+    void (*run_panel)(const Linear *l, int64_t panel, int64_t first, int64_t num_rows);
     int64_t panels_per_item, items_per_block; /* an item: so many panels, for one block of rows */
 } Plan;
 
@@ -67,36 +68,14 @@ AVX2 static void multiply_tile(int64_t rows, const float *x, int64_t x_stride, c
 #undef CASE
 }
 
-/* Int8 weights [depth][16] and their scales become floats. */
-AVX2 static void expand(const int8_t *from, const float *scales, int64_t depth, float *to) {
-    for (int64_t first = 0; first < depth; first += GROUP, scales += NR) {
-        __m256 s0 = _mm256_loadu_ps(scales), s1 = _mm256_loadu_ps(scales + 8);
-        int64_t last = min_of(first + GROUP, depth);
-        for (int64_t k = first; k < last; k++) {
-            __m128i bytes = _mm_loadu_si128((const __m128i *)(from + k * NR));
-            __m256i a = _mm256_cvtepi8_epi32(bytes), b = _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8));
-            _mm256_storeu_ps(to + k * NR, _mm256_mul_ps(_mm256_cvtepi32_ps(a), s0));
-            _mm256_storeu_ps(to + k * NR + 8, _mm256_mul_ps(_mm256_cvtepi32_ps(b), s1));
-        }
-    }
-}
-
-static void run_panel(const Linear *l, int64_t panel, int64_t first, int64_t num_rows) {
+static void float_panel(const Linear *l, int64_t panel, int64_t first, int64_t num_rows) {
     static const float zeros[NR];
-    float expanded[DEPTH * NR] __attribute__((aligned(64)));
     int64_t tiles = ceil_div(num_rows, MR), column = panel * NR;
     float start[NR];
     for (int64_t i = 0; i < NR; i++) start[i] = l->bias && column + i < l->out ? l->bias[column + i] : zeros[i];
     for (int64_t k = 0; k < l->in; k += DEPTH) {
         int64_t depth = min_of(DEPTH, l->in - k), at = (panel * l->in + k) * NR;
-        const float *weights;
-        if (l->scales) {
-            int64_t groups = ceil_div(l->in, GROUP);
-            expand(l->int8_weights + at, l->scales + (panel * groups + k / GROUP) * NR, depth, expanded);
-            weights = expanded;
-        } else {
-            weights = l->weights + at;
-        }
+        const float *weights = (const float *)l->weights + at;
         for (int64_t t = 0; t < tiles; t++) {
             int64_t row = first + num_rows * t / tiles, end = first + num_rows * (t + 1) / tiles;
             multiply_tile(end - row, l->x + row * l->x_stride + k, l->x_stride, weights, depth, k ? 0 : start,
@@ -111,13 +90,15 @@ static void run_item(void *context, int64_t item) {
     int64_t first = item / plan->items_per_block * ROWS, num_rows = min_of(ROWS, l->num_rows - first);
     int64_t panel = item % plan->items_per_block * plan->panels_per_item;
     int64_t end = min_of(panel + plan->panels_per_item, ceil_div(l->out, NR));
-    for (; panel < end; panel++) run_panel(l, panel, first, num_rows);
+    for (; panel < end; panel++) plan->run_panel(l, panel, first, num_rows);
 }
 
 void pdserve_linear(const Linear *l) {
+    if (l->scales) int8_rows(l);
     int64_t panels = ceil_div(l->out, NR), wanted = ITEMS_PER_THREAD * pool_threads();
     int64_t least = ceil_div(FLOATS_PER_ITEM, l->in * NR);
-    Plan plan = {.l = l, .panels_per_item = max_of(ceil_div(panels, wanted), least)};
+    Plan plan = {.l = l, .run_panel = l->scales ? int8_panel : float_panel};
+    plan.panels_per_item = max_of(ceil_div(panels, wanted), least);
     plan.items_per_block = ceil_div(panels, plan.panels_per_item);
     pool_run(run_item, &plan, plan.items_per_block * ceil_div(l->num_rows, ROWS));
 }

@@ -8,14 +8,21 @@
 
 typedef struct {
     const float *x;             /* [num_rows, in] */
-    const float *weights;       /* packed; NULL: int8 */
-    const int8_t *int8_weights; /* packed; NULL: fp32 */
+    const void *weights;        /* packed: float, or int8_t where there are scales */
     const float *scales;        /* of int8 weights; NULL: fp32 */
+    void *workspace;            /* of int8 weights: num_rows * ceil(in / GROUP) * (2 GROUP + 4) bytes */
     const float *bias;          /* [out] or NULL */
     float *y;                   /* [num_rows, out] */
     int64_t num_rows, in, out, x_stride, y_stride;
 } Linear;
 
+/* Outputs of a panel; rows for which weights are read once; inputs that share a scale, where weights are int8. */
+enum { PANEL = 16, ROWS = 192, GROUP = 64 };
+
 EXPORT void pdserve_linear(const Linear *l);
+
+/* Int8 weights: rows become integers in the workspace; then rows [first, first + num_rows) (ROWS at most) of a panel. */
+void int8_rows(const Linear *l);
+void int8_panel(const Linear *l, int64_t panel, int64_t first, int64_t num_rows);
 
 #endif
