@@ -67,7 +67,7 @@ def test_int8_computes_with_rounded_weights_and_its_kv_is_not_exchangeable(impl:
             module.weight = nn.Parameter(round_(module.weight.detach(), None).rows(rows), requires_grad=False)
     if impl == "lean":  # its embedding is the rounded head
         model.model.embed_tokens.weight = model.lm_head.weight
-    assert_greedy(loaded, model)
+    assert_greedy(loaded, model, tolerance=1e-3)  # activations are rounded to 16 bits
 
 
 @pytest.mark.parametrize(
