@@ -311,7 +311,7 @@ class SimWorker:
         service = PrefillService(**self._common(built), lease_s=self.config.kv_lease_s)
         self.transfers = transfers = TransferServer(
             memory=pool,
-            source=self.source,
+            sources={"fake": self.source},
             layout=built.layout,
             identity_digest=built.identity_digest,
             incarnation=self.context.incarnation,
@@ -330,7 +330,7 @@ class SimWorker:
             incarnation=self.context.incarnation,
             identity_digest=built.identity_digest,
             layout=built.layout,
-            sink=SimSink(self._pool, self._sources, self.clock, fate, self.config.pull_idle_s),
+            sinks={"fake": SimSink(self._pool, self._sources, self.clock, fate, self.config.pull_idle_s)},
             clock=self.clock,
             open_channel=self._network.channels(self.process),
         )

@@ -28,6 +28,7 @@ from pdserve.cli.sample import run_sample
 from pdserve.client import PdserveError
 from pdserve.core.config import build_parser, check, flag_name, from_namespace, option
 from pdserve.core.errors import ConfigError, UnavailableError
+from pdserve.core.kv_transfer_config import KvTransferConfig
 from pdserve.engine.config import EngineConfig
 
 DESCRIPTION = """\
@@ -57,6 +58,9 @@ class UpConfig:
     data_dir: str | None = option(
         None, "directory of the embedded store and the logs; default: up-PORT in the cache directory"
     )
+    kv_transfer_config: str | None = option(
+        None, "of every worker: how KV pages travel, as JSON or a file with it; see pdserve prefill --help"
+    )
     otlp_traces_endpoint: str | None = option(None, "OTLP gRPC endpoint for traces, e.g. http://127.0.0.1:4317")
     log_level: str = option("info", "least severe log lines kept", choices=("debug", "info", "warning", "error"))
     sample: bool = option(True, "answer a sample prompt once everything is ready")
@@ -66,6 +70,7 @@ class UpConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        KvTransferConfig.parse(self.kv_transfer_config)
         if self.mixed == 0 and (self.prefill == 0 or self.decode == 0):
             raise ConfigError(
                 f"--prefill {self.prefill} --decode {self.decode} cannot serve: "
@@ -199,6 +204,8 @@ class Launcher:
         command = "prefill" if role == "prefill" else "decode"
         flags = [*self._common, *self._model_flags, "--worker-id", name]
         flags += ["--role", role] if command == "decode" else []
+        if self._up.kv_transfer_config is not None:
+            flags += ["--kv-transfer-config", self._up.kv_transfer_config]
         engine = self._engine.for_prefill() if role == "prefill" else self._engine
         flags += _engine_flags(engine, default_threads=max(1, usable_cores() // self._up.num_workers))
         return Child(name, service_command(command, *flags), self._logs / f"{name}.log", on_exit=self._ended.put)

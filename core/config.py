@@ -16,10 +16,12 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.kv_transfer_config import KvTransferConfig
 
 ENV_PREFIX = "PDSERVE_"
 C = TypeVar("C")
@@ -255,6 +257,10 @@ class WorkerConfig:
         "page checksums: xxh3 on the host, or none; a decode worker with host refuses a prefill worker with none",
         choices=("host", "none"),
     )
+    kv_transfer_config: str | None = option(
+        None,
+        'how KV pages travel: JSON, or a file with it, e.g. {"transports": ["tcp"]}: data planes, most wanted first',
+    )
     reserve_wait_s: float = option(5.0, "time that a reservation waits for free pages", unit="s", minimum=0)
     pull_idle_s: float = option(2.0, "a pull that receives nothing for this long fails", unit="s", minimum=0.05)
     pull_min_rate: float = option(
@@ -263,3 +269,9 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        _ = self.kv_transfer  # refused now rather than when the model is loaded
+
+    @cached_property
+    def kv_transfer(self) -> KvTransferConfig:
+        """What `kv_transfer_config` says."""
+        return KvTransferConfig.parse(self.kv_transfer_config)

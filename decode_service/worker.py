@@ -12,9 +12,9 @@ from pdserve.decode_service.service import DecodeService
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.build import build_engine
 from pdserve.engine.config import EngineConfig
+from pdserve.kvtransfer import negotiation, planes
 from pdserve.kvtransfer.control_client import TransferClient
 from pdserve.kvtransfer.pool import KvPool
-from pdserve.kvtransfer.tcp import TcpPageSink
 
 
 class DecodeWorker:
@@ -51,14 +51,10 @@ class DecodeWorker:
             incarnation=context.incarnation,
             identity_digest=built.identity_digest,
             layout=built.layout,
-            sink=TcpPageSink(
-                pool,
-                built.identity_digest,
-                idle_s=context.worker.pull_idle_s,
-                min_bytes_per_s=context.worker.pull_min_rate * 1e6,
-            ),
+            sinks=planes.make_sinks(context.worker, pool, built.identity_digest),
             clock=context.clock,
             integrity=context.worker.kv_integrity,
+            host_id=negotiation.host_id(),
         )
         self._service = DecodeService(
             engine=built.engine,

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import grpc
@@ -20,13 +21,14 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
 from pdserve.core.grpc_server import channel_options
 from pdserve.core.layout import KVLayout
-from pdserve.kvtransfer import handoff
+from pdserve.kvtransfer import handoff, negotiation
 from pdserve.kvtransfer.control_server import OUTCOMES, PROTOCOL_VERSION
 from pdserve.kvtransfer.handoff import SinkTransfer, TransferState
 from pdserve.kvtransfer.transport import PageSink, SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
+log = logging.getLogger(__name__)
 INTEGRITY_MODES = ("host", "none")
 MAX_MESSAGE_BYTES = 16 << 20  # a watermark names its pages in about 20 bytes each
 OUTCOME_OF_STATE = {state: outcome for outcome, state in OUTCOMES.items()}
@@ -80,12 +82,11 @@ class IncomingTransfer:
         transfer: SinkTransfer,
         destinations: Sequence[int],
         stream: _ControlStream,
-        sink: PageSink,
         clock: Clock,
     ) -> None:
         self.transfer_id = transfer_id
         self._transfer, self._destinations = transfer, tuple(destinations)
-        self._stream, self._sink, self._clock = stream, sink, clock
+        self._stream, self._clock = stream, clock
         self._pull: asyncio.Task[handoff.PullEnded] | None = None
         self._done = asyncio.get_running_loop().create_future()
         self._message = ""
@@ -167,11 +168,11 @@ class IncomingTransfer:
                     self._done.set_result(None)
 
     async def _run_pull(self, action: handoff.Pull) -> handoff.PullEnded:
-        welcome = self._stream.welcome
-        assert welcome is not None
+        welcome, sink = self._stream.welcome, self._stream.sink
+        assert welcome is not None and sink is not None
         destinations = self._destinations[action.position : action.position + len(action.pages)]
         try:
-            num_bytes = await self._sink.pull(
+            num_bytes = await sink.pull(
                 welcome.data_address, welcome.data_token, self.transfer_id, action.pages, destinations
             )
         except TransferError as e:
@@ -196,6 +197,7 @@ class _ControlStream:
     def __init__(self, client: TransferClient, peer: TransferPeer) -> None:
         self.peer = peer
         self.welcome: pb.TransferWelcome | None = None
+        self.sink: PageSink | None = None  # set with the welcome
         self.transfers: dict[str, IncomingTransfer] = {}
         self.num_late = 0
         self._client = client
@@ -244,12 +246,15 @@ class _ControlStream:
                     identity_digest=client.identity_digest,
                     layout=client.layout.to_json(),
                     expected_incarnation=self.peer.incarnation,
+                    transports=list(client.sinks),
+                    host_id=client.host_id,
                 )
                 await client.clock.wait_for(call.write(pb.ControlRequest(hello=hello)), client.connect_timeout_s)
                 first = await self._read(call, client.connect_timeout_s)
                 if first.WhichOneof("message") != "welcome":
                     raise TransferError("prefill did not begin with a welcome", reason="BAD_WELCOME")
                 self._check_integrity(first.welcome)
+                self.sink = self._sink_of(first.welcome)
                 self.welcome = first.welcome
                 reading = asyncio.create_task(self._listen(call))
                 tasks = [reading, asyncio.create_task(self._write(call)), asyncio.create_task(self._renew())]
@@ -280,6 +285,18 @@ class _ControlStream:
                 reason="INTEGRITY",
                 status="FAILED_PRECONDITION",
             )
+
+    def _sink_of(self, welcome: pb.TransferWelcome) -> PageSink:
+        name, sinks = welcome.transport or negotiation.BEFORE_NEGOTIATION, self._client.sinks
+        if name not in sinks:
+            raise TransferError(
+                f"prefill worker {self.peer.worker_id} sends pages over {name[:32]!r}; this worker has "
+                f"{', '.join(sinks)}",
+                reason="TRANSPORT",
+                status="FAILED_PRECONDITION",
+            )
+        log.info("pages of prefill worker %s come over %s", self.peer.worker_id, name)
+        return sinks[name]
 
     async def _read(self, call: ControlCall, timeout_s: float) -> pb.ControlResponse:
         message = await self._client.clock.wait_for(call.read(), timeout_s)
@@ -323,9 +340,10 @@ class TransferClient:
         incarnation: This process's start, as hex.
         identity_digest: Must equal prefill's.
         layout: This pool's layout.
-        sink: The data plane into this pool; closed by `close`.
+        sinks: Data planes into this pool by name, most wanted first; closed by `close`.
         clock: Time.
         integrity: "host": only pages with checksums are taken; "none": prefill decides.
+        host_id: See `negotiation.host_id`; empty: no plane within the host.
         open_channel: Makes a gRPC channel to host:port; None: a plain one.
         connect_timeout_s: Limit for the first answer of a peer, seconds.
         peer_timeout_s: A peer silent for this long is taken for dead, seconds.
@@ -338,9 +356,10 @@ class TransferClient:
         incarnation: str,
         identity_digest: bytes,
         layout: KVLayout,
-        sink: PageSink,
+        sinks: Mapping[str, PageSink],
         clock: Clock,
         integrity: str = "host",
+        host_id: str = "",
         open_channel: Callable[[str], grpc.aio.Channel] | None = None,
         connect_timeout_s: float = 5.0,
         peer_timeout_s: float = 3.0,
@@ -349,7 +368,7 @@ class TransferClient:
         self.layout, self.clock, self.integrity = layout, clock, integrity
         self.open_channel = open_channel or _plain_channel
         self.connect_timeout_s, self.peer_timeout_s = connect_timeout_s, peer_timeout_s
-        self._sink = sink
+        self.sinks, self.host_id = dict(sinks), host_id
         self._streams: dict[tuple[str, str], _ControlStream] = {}
         self._transfers: dict[str, IncomingTransfer] = {}
         self._closed = False
@@ -393,7 +412,7 @@ class TransferClient:
         if stream is None:
             stream = self._streams[key] = _ControlStream(self, peer)
         state = SinkTransfer(len(destinations), num_cached_pages, expected_num_tokens, expected_digest)
-        transfer = IncomingTransfer(transfer_id, state, destinations, stream, self._sink, self.clock)
+        transfer = IncomingTransfer(transfer_id, state, destinations, stream, self.clock)
         stream.transfers[transfer_id] = self._transfers[transfer_id] = transfer
         opening = pb.OpenTransfer(transfer_id=transfer_id, num_cached_pages=num_cached_pages, request_id=request_id)
         stream.send(pb.ControlRequest(open=opening))
@@ -419,7 +438,8 @@ class TransferClient:
         for transfer in list(self._transfers.values()):
             await transfer.abort("CLIENT_CLOSED")
         self._streams.clear()
-        await self._sink.close()
+        for sink in self.sinks.values():
+            await sink.close()
 
 
 def _plain_channel(address: str) -> grpc.aio.Channel:

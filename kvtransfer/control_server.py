@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -23,7 +23,7 @@ from pdserve.core.background import Background
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, TransferError
 from pdserve.core.layout import KVLayout, incompatibility
-from pdserve.kvtransfer import handoff
+from pdserve.kvtransfer import handoff, negotiation
 from pdserve.kvtransfer.handoff import SourceTransfer, TransferState
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.transport import PageSource, SourcePageRef
@@ -70,9 +70,11 @@ class TransferListener(Protocol):
 
 @dataclass(eq=False)
 class _Stream:
-    """One decode worker's control stream."""
+    """One decode worker's control stream, whose pages travel over one plane."""
 
     peer: str
+    transport: str
+    source: PageSource
     token: bytes
     outbox: asyncio.Queue[pb.ControlResponse] = field(default_factory=lambda: asyncio.Queue(MAX_OUTBOX))
     pending: OrderedDict[str, tuple[int, float]] = field(default_factory=OrderedDict)
@@ -102,7 +104,7 @@ class TransferServer(rpc.KvTransferServicer):
 
     Args:
         memory: The pool that is served.
-        source: The data plane over the same pool.
+        sources: Data planes over the same pool, by name; the caller closes them.
         layout: The pool's layout.
         identity_digest: Must equal decode's.
         incarnation: This process's start, as hex.
@@ -114,6 +116,7 @@ class TransferServer(rpc.KvTransferServicer):
         pending_open_s: How long such an open is kept, seconds.
         heartbeat_s: Time between signs of life to decode, seconds.
         hashers: Where pages are hashed, off the loop; None: one thread. Ended by `stop`.
+        host_id: See `negotiation.host_id`; empty: no plane within the host.
         fail: Told when a task of the server failed: then a lease may never end, and the process must. None: logged.
     """
 
@@ -121,7 +124,7 @@ class TransferServer(rpc.KvTransferServicer):
         self,
         *,
         memory: PageMemory,
-        source: PageSource,
+        sources: Mapping[str, PageSource],
         layout: KVLayout,
         identity_digest: bytes,
         incarnation: str,
@@ -133,11 +136,13 @@ class TransferServer(rpc.KvTransferServicer):
         pending_open_s: float = 30.0,
         heartbeat_s: float = 1.0,
         hashers: Executor | None = None,
+        host_id: str = "",
         fail: Callable[[PdserveError], None] | None = None,
     ) -> None:
-        self._memory, self._source, self._layout, self._clock = memory, source, layout, clock
+        self._memory, self._sources, self._layout, self._clock = memory, dict(sources), layout, clock
         self._identity_digest, self._incarnation, self._listener = identity_digest, incarnation, listener
         self._lease_s, self._integrity, self._heartbeat_s = lease_s, integrity, heartbeat_s
+        self._host_id = host_id
         self._max_pending_opens, self._pending_open_s = max_pending_opens, pending_open_s
         self._entries: dict[str, _Entry] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # the last ones, so that a late open is told why
@@ -253,9 +258,13 @@ class TransferServer(rpc.KvTransferServicer):
         """See kvtransfer.proto."""
         await context.send_initial_metadata(())  # on its own: see `core.session`
         hello = await self._read_hello(context)
-        if (refusal := self._refusal(hello)) is not None:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{refusal[0]}: {refusal[1]}")
-        stream = _Stream(hello.worker_id, self._source.new_reader())
+        try:
+            transport = self._admit(hello)
+        except TransferError as e:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{e.reason}: {e.message}")
+        source = self._sources[transport]
+        stream = _Stream(hello.worker_id, transport, source, source.new_reader())
+        log.info("decode worker %s reads pages over %s", stream.peer, transport)
         self._streams.add(stream)
         writer = asyncio.create_task(self._write(stream, context))
         reader = asyncio.create_task(self._read(stream, context))
@@ -282,6 +291,17 @@ class TransferServer(rpc.KvTransferServicer):
         hello: pb.TransferHello = first.hello
         return hello
 
+    def _admit(self, hello: pb.TransferHello) -> str:
+        """The pair's data plane.
+
+        Raises:
+            TransferError: The pair does not fit.
+        """
+        if (refusal := self._refusal(hello)) is not None:
+            raise TransferError(refusal[1], reason=refusal[0])
+        near = negotiation.same_host(self._host_id, hello.host_id)
+        return negotiation.choose(hello.transports, self._sources, same_host=near)
+
     def _refusal(self, hello: pb.TransferHello) -> tuple[str, str] | None:
         """Reason and sentence why the pair does not fit, or None."""
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -302,11 +322,12 @@ class TransferServer(rpc.KvTransferServicer):
         welcome = pb.TransferWelcome(
             protocol_version=PROTOCOL_VERSION,
             incarnation=self._incarnation,
-            data_address=self._source.address,
+            data_address=stream.source.address,
             data_token=stream.token,
             lease_ms=round(self._lease_s * 1000),
             integrity=self._integrity,
             layout=self._layout.to_json(),
+            transport=stream.transport,
         )
         await context.write(pb.ControlResponse(welcome=welcome))
         while True:
@@ -364,7 +385,7 @@ class TransferServer(rpc.KvTransferServicer):
     def _lose(self, stream: _Stream) -> None:
         """The stream died: its readers and all its transfers end."""
         self._streams.discard(stream)
-        self._source.drop_reader(stream.token)
+        stream.source.drop_reader(stream.token)
         for transfer_id in list(stream.open):
             self._feed(transfer_id, handoff.Ended(TransferState.FAILED, "PEER_LOST", by_peer=True))
 
@@ -387,7 +408,7 @@ class TransferServer(rpc.KvTransferServicer):
                 self._listener.on_opened(transfer_id)
             case handoff.Announce():
                 assert entry.stream is not None
-                self._source.publish(transfer_id, entry.stream.token, action.pages)
+                entry.stream.source.publish(transfer_id, entry.stream.token, action.pages)
                 pages = [
                     pb.SourcePage(page_id=p.page_id, generation=p.generation, checksum=p.checksum) for p in action.pages
                 ]
@@ -400,7 +421,7 @@ class TransferServer(rpc.KvTransferServicer):
                 assert entry.stream is not None
                 entry.stream.send(_closed(transfer_id, action.reason))
             case handoff.Withdraw():
-                self._work.start(self._withdraw(transfer_id), f"withdrawal of {transfer_id}")
+                self._work.start(self._withdraw(transfer_id, entry.stream), f"withdrawal of {transfer_id}")
             case handoff.ReportEnded():
                 del self._entries[transfer_id]
                 self._ended[transfer_id] = action.reason
@@ -410,8 +431,9 @@ class TransferServer(rpc.KvTransferServicer):
                     entry.stream.open.discard(transfer_id)
                 self._listener.on_ended(transfer_id, action.state, action.reason)
 
-    async def _withdraw(self, transfer_id: str) -> None:
-        await self._source.withdraw(transfer_id)
+    async def _withdraw(self, transfer_id: str, stream: _Stream | None) -> None:
+        if stream is not None:  # else nothing of it was ever published
+            await stream.source.withdraw(transfer_id)
         self._feed(transfer_id, handoff.Withdrawn())
 
     def _enqueue(self, transfer_id: str, work: tuple[int, tuple[PageGeneration, ...]] | handoff.Computed) -> None:

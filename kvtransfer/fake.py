@@ -44,6 +44,10 @@ class FakePageSource:
     async def withdraw(self, transfer_id: str) -> None:  # a page is copied in one go: no read is ever in flight here
         self.published.pop(transfer_id, None)
 
+    def close(self) -> None:
+        self.tokens.clear()
+        self.published.clear()
+
 
 class FakePageSink:
     """`PageSink`; `fate(transfer_id, page)` scripts each page."""

@@ -46,7 +46,7 @@ class PageSource(Protocol):
 
     @property
     def address(self) -> str:
-        """host:port of the data plane."""
+        """What readers must know to reach it: tcp host:port."""
         ...
 
     def new_reader(self) -> bytes:
@@ -63,6 +63,10 @@ class PageSource(Protocol):
 
     async def withdraw(self, transfer_id: str) -> None:
         """Ends a transfer; returns when no read of its pages is in flight. Idempotent."""
+        ...
+
+    def close(self) -> None:
+        """Ends all connections and waits for its threads. Idempotent."""
         ...
 
 

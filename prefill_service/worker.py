@@ -1,4 +1,4 @@
-"""The prefill worker: builds the engine, the page source and the transfer server, and gives them to the service."""
+"""The prefill worker: builds the engine, the page sources and the transfer server, and gives them to the service."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pdserve.core.worker_app import LoadedWorker, WorkerContext
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.build import build_engine
 from pdserve.engine.config import EngineConfig
+from pdserve.kvtransfer import negotiation, planes
 from pdserve.kvtransfer.control_server import TransferServer
 from pdserve.kvtransfer.pool import KvPool
-from pdserve.kvtransfer.tcp_source import TcpPageSource
 from pdserve.prefill_service.service import PrefillService
 from pdserve.v1.kvtransfer_pb2_grpc import add_KvTransferServicer_to_server
 
@@ -39,14 +39,8 @@ class PrefillWorker:
         pool = built.pool_memory
         assert isinstance(pool, KvPool)
         self._stack.callback(pool.close)
-        source = TcpPageSource(
-            pool,
-            built.identity_digest,
-            host=context.service.host,
-            port=context.worker.data_port,
-            advertise_address=context.worker.advertise_data_address,
-        )
-        self._stack.push_async_callback(asyncio.to_thread, source.close)
+        sources = planes.make_sources(context.worker, pool, built.identity_digest, context.service.host)
+        self._stack.push_async_callback(asyncio.to_thread, planes.close_sources, sources)
         loaded = LoadedWorker(
             identity_digest=built.identity_digest,
             layout=built.layout.to_json(),
@@ -55,7 +49,7 @@ class PrefillWorker:
             vocab_size=built.vocab_size,
             num_pages=built.num_pages,
             max_num_seqs=self._config.max_num_seqs,
-            data_address=source.address,
+            data_address=planes.data_address(sources),
         )
         self._service = PrefillService(
             engine=built.engine,
@@ -71,7 +65,7 @@ class PrefillWorker:
         )
         transfers = TransferServer(
             memory=pool,
-            source=source,
+            sources=sources,
             layout=built.layout,
             identity_digest=built.identity_digest,
             incarnation=context.incarnation,
@@ -79,6 +73,7 @@ class PrefillWorker:
             clock=context.clock,
             lease_s=context.worker.kv_lease_s,
             integrity=context.worker.kv_integrity,
+            host_id=negotiation.host_id(),
             fail=context.fail,
         )
         self._service.attach(transfers)

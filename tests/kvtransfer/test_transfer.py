@@ -370,12 +370,15 @@ def test_an_open_that_meets_a_transfer_being_withdrawn_is_told_why() -> None:
         async with world(source_of=HeldSource) as w:
             assert isinstance(w.source, HeldSource)
             w.server.offer("t", 2)
+            first = w.start("t", 2)
+            await w.listener.until(lambda: w.listener.opened == ["t"])
             w.server.close("t", "FINISHED")
-            with pytest.raises(TransferError) as caught:
-                async with asyncio.timeout(10):
-                    await w.start("t", 2).result()
-            assert caught.value.reason == "FINISHED"
-            assert w.listener.opened == []
+            for incoming in (first, None):
+                with pytest.raises(TransferError) as caught:
+                    async with asyncio.timeout(10):
+                        await (incoming or w.start("t", 2)).result()
+                assert caught.value.reason == "FINISHED"
+            assert w.listener.opened == ["t"]
             w.source.may_withdraw.set()
             assert await w.listener.end_of("t") == (TransferState.ABORTED, "FINISHED")
 

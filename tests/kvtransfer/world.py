@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ PROMPT_DIGEST = bytes(32)
 LAYOUT = KVLayout.uniform(num_layers=4, num_kv_heads=4, head_dim=32, page_size=16, dtype="float32")  # 64 KiB pages
 SMALL = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=16, page_size=8, dtype="float32")  # 1 KiB pages
 INCARNATION = "a1"
+HOST_ID = "boot:1"
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,10 @@ class World:
 
     prefill: KvPool
     decode: KvPool
-    source: PageSource
+    source: PageSource  # the first of several
     sink: PageSink
+    sources: Mapping[str, PageSource]
+    sinks: Mapping[str, PageSink]
     server: TransferServer
     client: TransferClient
     listener: Listener
@@ -122,6 +125,9 @@ async def world(
     decode_layout: KVLayout | None = None,
     expected_incarnation: str = INCARNATION,
     lease_s: float = 10.0,
+    offered: Sequence[str] = ("tcp",),
+    wanted: Sequence[str] = ("tcp",),
+    decode_host_id: str = HOST_ID,
     sink_of: Callable[[KvPool], PageSink] | None = None,
     source_of: Callable[[KvPool], PageSource] | None = None,
     peer_timeout_s: float = 3.0,
@@ -130,11 +136,12 @@ async def world(
 ) -> AsyncIterator[World]:
     prefill, decode = KvPool(layout, num_pages), KvPool(layout, num_pages)
     fill(prefill)
-    source = source_of(prefill) if source_of else TcpPageSource(prefill, DIGEST)
+    sources = {name: source_of(prefill) if source_of else TcpPageSource(prefill, DIGEST) for name in offered}
     listener = Listener()
     server = TransferServer(
         memory=prefill,
-        source=source,
+        sources=sources,
+        host_id=HOST_ID,
         layout=layout,
         identity_digest=DIGEST,
         incarnation=INCARNATION,
@@ -148,25 +155,27 @@ async def world(
     port = grpc_server.add_insecure_port("127.0.0.1:0")
     await grpc_server.start()
     await server.start()
-    used_sink = sink_of(decode) if sink_of else TcpPageSink(decode, DIGEST)
+    sinks = {name: sink_of(decode) if sink_of else TcpPageSink(decode, DIGEST) for name in wanted}
     client = TransferClient(
         worker_id="decode-0",
         incarnation="b1",
         identity_digest=decode_digest,
         layout=decode_layout or layout,
-        sink=used_sink,
+        sinks=sinks,
+        host_id=decode_host_id,
         clock=MonotonicClock(),
         integrity=decode_integrity,
         peer_timeout_s=peer_timeout_s,
     )
     peer = TransferPeer("prefill-0", f"127.0.0.1:{port}", expected_incarnation)
     try:
-        yield World(prefill, decode, source, used_sink, server, client, listener, peer, grpc_server)
+        source, sink = next(iter(sources.values())), next(iter(sinks.values()))
+        yield World(prefill, decode, source, sink, sources, sinks, server, client, listener, peer, grpc_server)
     finally:
         await client.close()
         await server.stop()
         await grpc_server.stop(None)
-        if isinstance(source, TcpPageSource):
+        for source in sources.values():
             source.close()
         assert server.num_leases == 0
         assert client.num_open == 0

@@ -45,23 +45,27 @@ class ControlResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[TransferWelcome, _Mapping]] = ..., watermark: _Optional[_Union[Watermark, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., closed: _Optional[_Union[TransferClosed, _Mapping]] = ..., heartbeat: _Optional[_Union[TransferHeartbeat, _Mapping]] = ...) -> None: ...
 
 class TransferHello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "incarnation", "identity_digest", "layout", "expected_incarnation")
+    __slots__ = ("protocol_version", "worker_id", "incarnation", "identity_digest", "layout", "expected_incarnation", "transports", "host_id")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_DIGEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    HOST_ID_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     incarnation: str
     identity_digest: bytes
     layout: str
     expected_incarnation: str
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., layout: _Optional[str] = ..., expected_incarnation: _Optional[str] = ...) -> None: ...
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    host_id: str
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., layout: _Optional[str] = ..., expected_incarnation: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ...) -> None: ...
 
 class TransferWelcome(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "data_address", "data_token", "lease_ms", "integrity", "layout")
+    __slots__ = ("protocol_version", "incarnation", "data_address", "data_token", "lease_ms", "integrity", "layout", "transport")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -69,6 +73,7 @@ class TransferWelcome(_message.Message):
     LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     INTEGRITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: str
     data_address: str
@@ -76,7 +81,8 @@ class TransferWelcome(_message.Message):
     lease_ms: int
     integrity: str
     layout: str
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., data_address: _Optional[str] = ..., data_token: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., integrity: _Optional[str] = ..., layout: _Optional[str] = ...) -> None: ...
+    transport: str
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., data_address: _Optional[str] = ..., data_token: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., integrity: _Optional[str] = ..., layout: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
 
 class OpenTransfer(_message.Message):
     __slots__ = ("transfer_id", "num_cached_pages", "request_id")

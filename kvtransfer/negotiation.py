@@ -1,0 +1,60 @@
+"""Which data plane the two workers of a pair use. Decode says what it has, most wanted first; prefill decides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from pdserve.core.errors import TransferError
+
+BEFORE_NEGOTIATION = "tcp"
+"""What a peer means that names no plane: it is of a version that had this one only."""
+SAME_HOST_ONLY = frozenset({"shm"})
+_MAX_NAMES_TOLD = 8
+
+
+def choose(wanted: Sequence[str], offered: Iterable[str], *, same_host: bool) -> str:
+    """Picks the plane of a pair.
+
+    Args:
+        wanted: Decode's planes, most wanted first; empty from a peer that does not negotiate.
+        offered: Prefill's planes.
+        same_host: Both workers are on one host and in one network namespace.
+
+    Returns:
+        The first wanted one that is offered and can work.
+
+    Raises:
+        TransferError: TRANSPORT: there is none.
+    """
+    wanted, offered = wanted or [BEFORE_NEGOTIATION], list(offered)
+    for name in wanted:
+        if name in offered and (same_host or name not in SAME_HOST_ONLY):
+            return name
+    far = SAME_HOST_ONLY.intersection(wanted, offered)
+    why = f" ({', '.join(sorted(far))} only within one host and network namespace)" if far else ""
+    raise TransferError(
+        f"no common data plane: the decode worker has {_told(wanted)}, the prefill worker has {_told(offered)}{why}; "
+        "name a common one in --kv-transfer-config",
+        reason="TRANSPORT",
+        status="FAILED_PRECONDITION",
+    )
+
+
+def same_host(ours: str, theirs: str) -> bool:
+    """Compares two `host_id`s; an unknown one equals none."""
+    return bool(ours) and ours == theirs
+
+
+def host_id() -> str:
+    """Names this boot of this machine and this process's network namespace; empty where the system does not tell."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}:{Path('/proc/self/ns/net').stat().st_ino}"
+    except OSError:
+        return ""
+
+
+def _told(names: Sequence[str]) -> str:
+    """Names for a person; a peer's list is cut."""
+    return ", ".join(name[:32] for name in names[:_MAX_NAMES_TOLD]) + (", ..." if len(names) > _MAX_NAMES_TOLD else "")

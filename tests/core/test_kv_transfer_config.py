@@ -1,0 +1,46 @@
+"""--kv-transfer-config: what is read, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pdserve.core.config import WorkerConfig
+from pdserve.core.errors import ConfigError
+from pdserve.core.kv_transfer_config import TRANSPORTS, KvTransferConfig
+
+
+def test_text_and_file_say_the_same(tmp_path: Path) -> None:
+    text = '{"transports": ["tcp"]}'
+    path = tmp_path / "transfer.json"
+    path.write_text(text)
+    assert KvTransferConfig.parse(text) == KvTransferConfig.parse(str(path)) == KvTransferConfig(transports=("tcp",))
+    assert KvTransferConfig.parse(None) == KvTransferConfig.parse("{}") == KvTransferConfig(transports=TRANSPORTS)
+    assert WorkerConfig(kv_transfer_config=text).kv_transfer.transports == ("tcp",)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"kv_connector": "x", "transports": ["tcp"]}', "unknown key kv_connector; the keys are transports"),
+        ('{"transports": ["tcp", "pigeon"]}', "transports names 'pigeon'"),
+        ('{"transports": []}', "at least one"),
+        ('{"transports": ["tcp", "tcp"]}', "each once"),
+        ('{"transports": "tcp"}', 'transports is "tcp"; it must be a list'),
+        ('{"transports": [1]}', "it must be a list of names"),
+        ('{"transports"', "not JSON"),
+        ("no-such-file.json", "--kv-transfer-config no-such-file.json"),
+    ],
+)
+def test_refusals_name_the_flag_and_the_word(text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as e:
+        WorkerConfig(kv_transfer_config=text)
+    assert said in e.value.message and "--kv-transfer-config" in e.value.message
+
+
+def test_a_file_with_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "transfer.json"
+    path.write_text("[]")
+    with pytest.raises(ConfigError, match="one JSON object"):
+        KvTransferConfig.parse(str(path))
