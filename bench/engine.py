@@ -30,6 +30,8 @@ EXPERIMENTS = {
     "swap": ("pdserve.bench.engine_swap", "swap against recompute of a preempted sequence, and what the costs choose"),
 }
 
+QUICK_NOTE = "--quick: it works; its numbers, and goals that they miss, mean nothing"
+
 
 class Experiment(Protocol):
     """What an experiment's module has."""
@@ -87,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         command=["pdserve", "bench", "engine", *argv],
         seed=bench.seed,
         rows=found.rows,
-        notes=found.notes,
+        notes=[*found.notes, *([QUICK_NOTE] if bench.quick else [])],
         extra=found.extra,
     )
     print_report(report, Console())

@@ -81,7 +81,7 @@ def run(options: BatchingOptions, setting: Setting) -> Findings:
         raise ConfigError(f"--batching is {setting.engine.batching!r}; this experiment runs all of them")
     lab, size = Lab(setting.engine), setting.engine.max_num_seqs
     lab.warm_up()
-    rows, notes, extra = list[Row](), _notes(options, size), dict[str, object]()
+    rows, notes, found, extra = list[Row](), _notes(options, size), list[str](), dict[str, object]()
     for name in options.names():
         items, cut = fit(WORKLOADS[name](options, lab.vocab_size, setting.seed), lab.max_model_len)
         if cut:
@@ -93,8 +93,9 @@ def run(options: BatchingOptions, setting: Setting) -> Findings:
                 core, recorder = lab.engine(batching=policy)
                 runs[policy].append(serve(core, recorder, items, WallTime()))
         rows += _rows(name, items, runs, size)
+        found.append(f"{name}: continuous makes {_gain(runs):.2f} times as many tokens per second as static")
         extra[name] = {policy: [served.seconds for served in several] for policy, several in runs.items()}
-    return Findings(title=f"batching policies, {size} slots", rows=rows, notes=notes, extra={"seconds": extra})
+    return Findings(title=f"batching policies, {size} slots", rows=rows, notes=found + notes, extra={"seconds": extra})
 
 
 def _rows(name: str, items: Sequence[Item], runs: dict[str, list[Served]], size: int) -> list[Row]:
@@ -109,11 +110,15 @@ def _rows(name: str, items: Sequence[Item], runs: dict[str, list[Served]], size:
             Row(f"{what}: latency, P99", statistics.median(percentile(v, 99) for v in latencies), "s"),
             Row(f"{what}: useful slots", statistics.median(_useful(s.steps, size) for s in several), "%"),
         ]
-    pairs = zip(runs["continuous"], runs["static"], strict=True)
-    ratio = statistics.median(static.seconds / cont.seconds for cont, static in pairs)
+    ratio = _gain(runs)
     if name == "uniform":
-        return [*rows, Row(f"{name}: continuous ÷ static", ratio, "", "0.97 .. 1.03")]
+        return [*rows, Row(f"{name}: output, continuous ÷ static", ratio, "", "0.97 .. 1.03")]
     return [*rows, *_arithmetic(name, items, runs, size, ratio), *_composition(name, runs["continuous"])]
+
+
+def _gain(runs: dict[str, list[Served]]) -> float:
+    pairs = zip(runs["continuous"], runs["static"], strict=True)
+    return statistics.median(static.seconds / cont.seconds for cont, static in pairs)
 
 
 def _arithmetic(
@@ -132,15 +137,15 @@ def _arithmetic(
     prompt_tokens = sum(len(item.prompt_token_ids) for item in items)
     allowed = cost.of(theirs, prompt_tokens) / max(cost.of(ours, prompt_tokens), 1e-9)
     return [
-        Row(f"{name}: slots that static takes (steps x slots)", theirs.steps * size, "slots"),
-        Row(f"{name}: slots that continuous takes (steps x slots)", ours.steps * size, "slots"),
-        Row(f"{name}: slots, static ÷ continuous", theirs.steps / ours.steps, ""),
+        Row(f"{name}: slots taken by static (steps x slots)", theirs.steps * size, "slots"),
+        Row(f"{name}: slots taken by continuous", ours.steps * size, "slots"),
+        Row(f"{name}: slots taken, static ÷ continuous", theirs.steps / ours.steps, ""),
         Row(f"{name}: rows computed, static ÷ continuous", theirs.rows / ours.rows, ""),
-        Row(f"{name}: fitted cost of a step", cost.step_s * 1000, "ms"),
-        Row(f"{name}: fitted cost of a row", cost.row_s * 1000, "ms"),
-        Row(f"{name}: fitted cost of a prompt token", cost.chunk_token_s * 1000, "ms"),
-        Row(f"{name}: what slot arithmetic allows at these costs", allowed, "x"),
-        Row(f"{name}: continuous ÷ static, measured", measured, "x"),
+        Row(f"{name}: time of a step, fitted", cost.step_s * 1000, "ms"),
+        Row(f"{name}: and of each row in it", cost.row_s * 1000, "ms"),
+        Row(f"{name}: and of each prompt token in it", cost.chunk_token_s * 1000, "ms"),
+        Row(f"{name}: output, continuous ÷ static, allowed", allowed, ""),
+        Row(f"{name}: output, continuous ÷ static, measured", measured, ""),
         Row(f"{name}: measured ÷ allowed", measured / allowed if allowed else None, "", ">= 0.9"),
     ]
 
@@ -151,8 +156,8 @@ def _composition(name: str, runs: Sequence[Served]) -> list[Row]:
     alone = [s.seconds * 1000 for s in steps if not s.num_chunk_tokens]
     beside = [s.seconds * 1000 for s in steps if s.num_chunk_tokens]
     return [
-        Row(f"{name}, continuous: step of decodes only, median", _median(alone), "ms"),
-        Row(f"{name}, continuous: step of decodes and prompts, median", _median(beside), "ms"),
+        Row(f"{name}, continuous: step of decodes alone", _median(alone), "ms"),
+        Row(f"{name}, continuous: step of decodes and prompts", _median(beside), "ms"),
     ]
 
 
@@ -169,6 +174,8 @@ def _notes(options: BatchingOptions, size: int) -> list[str]:
         f"lengths: mixed 10, 50, 100, 200 / {options.mixed_scale:g}; chat (ShareGPT-like) and {TRACE.name} / "
         f"{options.scale:g}; uniform {options.uniform_len}; {options.num_prompts} requests each, all at once: "
         "so dynamic differs from static only in what the last, smaller batch waits",
-        f"useful slots: rows whose work somebody wanted / (steps x {size})",
-        "allowed: from the lengths, with a step's cost fitted to the steps measured here (on a CPU, mostly rows)",
+        f"a slot is one of {size} places in every step, a row a place with a sequence in it; useful: rows whose work "
+        "somebody wanted / slots",
+        "allowed: what the output lengths alone give, with the time of steps, rows and prompt tokens fitted to the "
+        "steps that were measured here",
     ]

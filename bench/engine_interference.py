@@ -94,7 +94,7 @@ def run(options: InterferenceOptions, setting: Setting) -> Findings:
             runs[name].append(_measure(lab, budgets[name], options, setting.seed))
     rows = [
         Row(
-            f"{options.num_decodes} decodes alone: step, median",
+            f"{options.num_decodes} decodes alone: ITL, median",
             1000 * statistics.median(statistics.median(g.alone) for several in runs.values() for g in several),
             "ms",
         )
@@ -104,7 +104,9 @@ def run(options: InterferenceOptions, setting: Setting) -> Findings:
     notes = [
         f"{options.num_prompts} prompts of {options.length:,} tokens ({options.prompt_len:,} / {options.scale:g}), one "
         "after the other",
-        "predicted: a step with these decodes that fills the budget, measured by itself in the same run",
+        "ITL: between two tokens of a decode, from a prompt's arrival to its first token; TTFT: that time",
+        "predicted: a step with these decodes and a chunk that fills the budget, measured by itself; the context "
+        "behind the chunk, which grows with the prompt, is not in it",
     ]
     return Findings(title="decodes while long prompts arrive", rows=rows, notes=notes)
 
@@ -115,8 +117,8 @@ def _rows(what: str, several: Sequence[Gaps], predicted_s: float) -> list[Row]:
         Row(f"{what}: ITL, median", 1000 * statistics.median(statistics.median(g.beside) for g in several), "ms"),
         Row(f"{what}: ITL, P99", 1000 * p99, "ms"),
         Row(f"{what}: ITL, greatest", 1000 * statistics.median(max(g.beside) for g in several), "ms"),
-        Row(f"{what}: predicted by the budget", 1000 * predicted_s, "ms"),
-        Row(f"{what}: P99 ÷ predicted", p99 / predicted_s, ""),
+        Row(f"{what}: ITL predicted (a full step)", 1000 * predicted_s, "ms"),
+        Row(f"{what}: ITL P99 ÷ predicted", p99 / predicted_s, ""),
         Row(f"{what}: TTFT of a prompt", statistics.median(statistics.fmean(g.prompts) for g in several), "s"),
     ]
 

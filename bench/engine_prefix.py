@@ -106,8 +106,8 @@ def converse(core: EngineCore, recorder: Recorder, options: PrefixOptions, vocab
 def _findings(talks: dict[bool, list[list[Turn]]], seconds: dict[bool, list[float]]) -> Findings:
     rows = []
     for at, turn in enumerate(talks[True][0]):
-        rows.append(Row(f"turn {at + 1}: tokens of the prompt", turn.num_prompt, ""))
-        rows.append(Row(f"turn {at + 1}: tokens prefilled", turn.num_prefilled, ""))
+        rows.append(Row(f"turn {at + 1}: the prompt", turn.num_prompt, "tokens"))
+        rows.append(Row(f"turn {at + 1}: of it computed, with the cache", turn.num_prefilled, "tokens"))
         on, off = (statistics.median(talk[at].ttft_s for talk in talks[cached]) for cached in (True, False))
         rows.append(Row(f"turn {at + 1}: first token after, with the cache", 1000 * on, "ms"))
         rows.append(Row(f"turn {at + 1}: first token after, without", 1000 * off, "ms"))
@@ -116,7 +116,8 @@ def _findings(talks: dict[bool, list[list[Turn]]], seconds: dict[bool, list[floa
         for with_cache, without in zip(talks[True], talks[False], strict=True)
         for ours, theirs in zip(with_cache, without, strict=True)
     )
-    rows.append(Row("answers equal with and without the cache", float(same), "", "1"))
+    rows.append(Row("answers equal with and without the cache (1: yes)", int(same), "", "1"))
     ratio = statistics.median(on / off for on, off in zip(seconds[True], seconds[False], strict=True))
-    rows.append(Row("workload without reuse: time with the cache / without", ratio, "", "< 1.01"))
-    return Findings(title="prefix cache", rows=rows, notes=["medians of interleaved runs; prefilled tokens are counts"])
+    rows.append(Row("prompts that share nothing: time with the cache ÷ without", ratio, "", "< 1.01"))
+    note = "a turn's prompt is all that was said before and something new; medians of interleaved runs"
+    return Findings(title="prefix cache", rows=rows, notes=[note])

@@ -68,6 +68,7 @@ def run(options: ReservationOptions, setting: Setting) -> Findings:
     notes = [
         f"{TRACE.name}, unscaled: {len(kept)} of {len(rows)} requests (the others exceed --longest in blocks of "
         f"powers of two); {options.kv_tokens:,} tokens of KV memory, pages of {setting.engine.page_size}",
+        "held: its KV exists; reserved: set aside for a sequence, so that no other can have it",
         "averages over the time in which memory is reserved; published: 96 % paged, 20-38 % contiguous (of all memory)",
     ]
     return Findings(title="KV memory by reservation policy", rows=rows_, notes=notes)

@@ -28,7 +28,7 @@ _MAX_RUNNING = 256
 class SchedulerOptions:
     """Sizes of the scheduler's measurement."""
 
-    num_running: str = option("128,256,1024", "running sequences, one measurement each")
+    num_running: str = option("128,256,1024", "that run at once, one measurement each, with commas", unit="sequences")
     num_steps: int = option(100, "decode steps per measurement", unit="steps", minimum=1)
     num_sequences: int = option(100_000, "sequences that go through, start to end", unit="sequences", minimum=1)
 
@@ -76,19 +76,19 @@ def run(options: SchedulerOptions, setting: Setting) -> Findings:
     rows = []
     for n in sizes:
         schedule, update = (statistics.median(c[i] for c in costs[n]) for i in (0, 1))
-        rows.append(Row(f"schedule, per running sequence of {n:,}", schedule, "µs"))
-        rows.append(Row(f"update, events and load, per running sequence of {n:,}", update, "µs"))
-        rows.append(Row(f"both, per running sequence of {n:,}", schedule + update, "µs", "<= 5"))
+        rows.append(Row(f"{n:,} running: schedule, per sequence", schedule, "µs"))
+        rows.append(Row(f"{n:,} running: update, events and load, per sequence", update, "µs"))
+        rows.append(Row(f"{n:,} running: both, per sequence", schedule + update, "µs", "<= 5"))
     setting.say(f"{options.num_sequences:,} sequences")
     passed = pass_through(options.num_sequences)
     rows.append(Row(f"{options.num_sequences:,} sequences, in the scheduler", passed.seconds, "s"))
-    rows.append(Row("per token of those", 1e6 * passed.seconds / passed.num_tokens, "µs"))
-    rows.append(Row("sequences and pages left over", passed.num_left, "", "0"))
+    rows.append(Row("per token of theirs", 1e6 * passed.seconds / passed.num_tokens, "µs"))
+    rows.append(Row("sequences and pages left over at the end", passed.num_left, "", "0"))
     note = (
         "CPU time of the thread; each running sequence decodes one token per step, pages go to the prefix cache; "
         "medians over steps and runs"
     )
-    return Findings(title="scheduler", rows=rows, notes=[note])
+    return Findings(title="scheduler: CPU time of a step without the model", rows=rows, notes=[note])
 
 
 def step_cost(num_running: int, num_steps: int) -> tuple[float, float]:

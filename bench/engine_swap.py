@@ -77,11 +77,12 @@ def run(options: SwapOptions, setting: Setting) -> Findings:
             Row(f"{length:,} tokens: swap, estimated", 1000 * lab.costs.swap_s(length), "ms"),
             Row(f"{length:,} tokens: recompute", 1000 * medians["recompute"], "ms"),
             Row(f"{length:,} tokens: recompute, estimated", 1000 * lab.costs.recompute_s(length), "ms"),
-            Row(f"{length:,} tokens: {chosen} is chosen, ÷ the faster", _ratio(medians, chosen), "", "<= 1"),
+            Row(f"{length:,} tokens: chosen ({chosen}) ÷ the faster", _ratio(medians, chosen), "", "<= 1"),
         ]
     notes = [
         "the length when the older one arrives; some twenty tokens more when it preempts",
-        "from the step that preempts to the sequence's next token, less two steps undisturbed",
+        "from the step that preempts to the sequence's next token, less two steps undisturbed; 0 or less: noise",
+        "estimated: from what was measured at start; --preemption-mode auto chooses by it",
         str(lab.costs),
     ]
     return Findings(title="swap against recompute", rows=rows, notes=notes)

@@ -116,11 +116,19 @@ def _form(args: argparse.Namespace) -> dict[str, object] | None:
 
 
 def _print_stream(stream: TokenStream, quiet: bool) -> Result:
+    begun = False
     with stream:
-        for delta in stream:
-            if not quiet:
-                sys.stdout.write(delta.text)
+        try:
+            for delta in stream:
+                if not quiet:
+                    sys.stdout.write(delta.text)
+                    sys.stdout.flush()
+                    begun = True
+        except BaseException:
+            if begun:
+                sys.stdout.write("\n")  # what says why the answer ends here begins a line of its own
                 sys.stdout.flush()
+            raise
         if not quiet:
             sys.stdout.write("\n")
         return stream.result

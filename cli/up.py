@@ -49,9 +49,9 @@ MAX_RESTARTS = 5
 class UpConfig:
     """What `pdserve up` starts, and where."""
 
-    prefill: int = option(1, "prefill workers", minimum=0, maximum=64)
-    decode: int = option(1, "decode workers", minimum=0, maximum=64)
-    mixed: int = option(0, "workers that prefill and decode themselves", minimum=0, maximum=64)
+    prefill: int = option(1, "workers that compute prompts", unit="workers", minimum=0, maximum=64)
+    decode: int = option(1, "workers that generate", unit="workers", minimum=0, maximum=64)
+    mixed: int = option(0, "workers that do both themselves", unit="workers", minimum=0, maximum=64)
     host: str = option("127.0.0.1", "address that the router listens on; workers and store stay on loopback")
     port: int = option(50051, "router's gRPC port; 0 picks a free one", minimum=0, maximum=65535)
     redis_url: str | None = option(None, "use this Redis or Valkey instead of an embedded one")
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser("pdserve up", DESCRIPTION, SECTIONS)
     up, engine = from_namespace(SECTIONS, parser.parse_args(argv))
     if up.prefill or up.decode:
-        engine.check_hand_offs()
+        engine.check_hand_offs("--prefill 0 --decode 0 --mixed 1")
     return Launcher(up, engine, Console(highlight=False)).run()
 
 

@@ -160,10 +160,15 @@ class Exchange:
             PdserveError: It is over.
         """
         pairs = tuple(metadata)
+        if status == "DEADLINE_EXCEEDED" and self._timeout_s is not None and not _has_reason(pairs):
+            raise DeadlineExceeded(  # gRPC's own end of the call
+                f"no whole answer within timeout_s={self._timeout_s:g}; allow more time, or ask for fewer tokens",
+                request_id=self.request_id,
+            )
         error = error_from_status(status, message, pairs, self.request_id)
         if status != "UNAVAILABLE" or self._any_event:
             raise error
-        if any(key == REASON_KEY for key, _ in pairs):
+        if _has_reason(pairs):
             self._refusal = error  # a router was reached: its word says more than a refused connection
         if self._tried < len(self._addresses):
             return
@@ -249,6 +254,9 @@ class ControlTries:
         Raises:
             PdserveError: It is over.
         """
+        metadata = tuple(metadata)
+        if status == "DEADLINE_EXCEEDED" and not _has_reason(metadata):
+            message = "the router did not answer in time: it hangs, or has too much to do"
         error = error_from_status(status, message, metadata, self._request_id)
         if status == "NOT_FOUND" and self._everywhere:
             self._missing = error
@@ -266,6 +274,11 @@ class ControlTries:
         if self._message is not None or self._missing is None:
             return unreachable(self._addresses, self._message or "not tried", self._request_id)
         return self._missing
+
+
+def _has_reason(pairs: Metadata) -> bool:
+    """Whether the server said so itself."""
+    return any(key == REASON_KEY for key, _ in pairs)
 
 
 def unreachable(addresses: tuple[str, ...], message: str, request_id: str | None = None) -> Unavailable:

@@ -178,10 +178,14 @@ def _add_flag(group: Any, cls: type, f: Field[Any]) -> None:
     if kind is bool:
         group.add_argument(flag_name(f.name), action=argparse.BooleanOptionalAction, default=None, help=help_text)
         return
-    metavar = (
-        "{" + ",".join(f.metadata["choices"]) + "}" if f.metadata["choices"] else f.metadata["unit"].upper() or None
-    )
-    group.add_argument(flag_name(f.name), type=kind, default=None, metavar=metavar, help=help_text)
+    group.add_argument(flag_name(f.name), type=kind, default=None, metavar=_placeholder(f), help=help_text)
+
+
+def _placeholder(f: Field[Any]) -> str:
+    """What stands for the value in the help: the choices, the unit, or the last word of the name."""
+    if f.metadata["choices"]:
+        return "{" + ",".join(f.metadata["choices"]) + "}"
+    return str(f.metadata["unit"] or f.name.rpartition("_")[2]).upper()
 
 
 def _convert(name: str, hint: Any, value: object, where: str) -> object:

@@ -80,7 +80,10 @@ class EngineConfig:
         minimum=1,
     )
     max_long_partial_prefills: int | None = option(
-        None, "long prompts computed at once, at most; shorter ones pass those that wait; default: 1", minimum=1
+        None,
+        "long prompts computed at once, at most; shorter ones pass those that wait; default: 1",
+        unit="prompts",
+        minimum=1,
     )
     enable_prefix_caching: bool = option(
         True, "keep computed pages and share them among requests with equal leading tokens and cache_salt"
@@ -107,7 +110,7 @@ class EngineConfig:
     batching: str = option(
         "continuous",
         "continuous: join and leave at every step; static: fixed batches, each run to its longest member; dynamic: as "
-        "static, after collecting for --batch-window-ms (both only embedded or with --role mixed)",
+        "static, after collecting for --batch-window-ms (both only embedded or on MIXED workers)",
         choices=BATCHINGS,
     )
     batch_size: int | None = option(
@@ -173,8 +176,11 @@ class EngineConfig:
         """The same for a prefill worker beside others, without what `check_prefill` refuses."""
         return replace(self, tpot_slo_ms=None, preemption_mode="auto", swap_space_bytes=0)
 
-    def check_hand_offs(self) -> None:
+    def check_hand_offs(self, instead: str = "pdserve decode --role mixed") -> None:
         """Refuses what makes no sense on a worker that other workers wait for.
+
+        Args:
+            instead: Command or flags of a worker that takes it.
 
         Raises:
             ConfigError: With the flag.
@@ -182,7 +188,7 @@ class EngineConfig:
         if self.batching != "continuous":
             raise ConfigError(
                 f"--batching is {self.batching!r}; prefill and decode workers take only continuous, for a sequence "
-                "that is handed over must not wait for a batch: use --role mixed or pdserve.LLM"
+                f"that is handed over must not wait for a batch: use {instead}, or pdserve.LLM"
             )
 
     def check_prefill(self) -> None:

@@ -32,6 +32,7 @@ _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 _FETCH_TIMEOUT_S = 1800.0
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_ADVICE = f"--model must be a local directory, a hub id such as org/name, or {BUILT_IN_MODEL}"
 _CHUNK_BYTES = 1 << 22
 
 
@@ -58,10 +59,18 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
         directory = Path(name)
     elif name == BUILT_IN_MODEL:
         directory = _built_in(progress)
+    elif _is_path(name):
+        what = "is a file, not a directory" if Path(name).exists() else "no such directory"
+        raise ConfigError(f"model {name!r}: {what}; {_ADVICE}")
     else:
         directory = _from_hub(name, progress)
     check_model_dir(directory)
     return directory
+
+
+def _is_path(name: str) -> bool:
+    """Whether it can only be meant as a path: a hub id is NAME or ORG/NAME."""
+    return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
 
 
 def check_model_dir(directory: Path) -> None:
@@ -248,15 +257,14 @@ def _from_hub(name: str, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
-    advice = f"--model must be a local directory, a hub id such as org/name, or {BUILT_IN_MODEL}"
     progress.begin(f"fetching {name} from the hub")
     try:
         directory = Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except HFValidationError as e:
-        raise ConfigError(f"model {name!r} is neither a directory nor a hub id; {advice}") from e
+        raise ConfigError(f"model {name!r} is neither a directory nor a hub id; {_ADVICE}") from e
     except LocalEntryNotFoundError as e:
-        raise ConfigError(f"model {name!r}: no such directory, and the hub cannot be reached; {advice}") from e
+        raise ConfigError(f"model {name!r}: no such directory, and the hub cannot be reached; {_ADVICE}") from e
     except (HfHubHTTPError, OSError) as e:
-        raise ConfigError(f"model {name!r} cannot be fetched from the hub: {_last_line(str(e))}; {advice}") from e
+        raise ConfigError(f"model {name!r} cannot be fetched from the hub: {_last_line(str(e))}; {_ADVICE}") from e
     progress.end()
     return directory

@@ -49,3 +49,10 @@ echo "Installing pdserve[$extras] into $venv; the first time takes minutes, most
 # As pip would, but on all cores, and without transformers' thousands of models: those are compiled when they are used.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$venv/bin/python" -m compileall -qq -j 0 -x 'transformers/models/[a-z]' "$site" || true # some files are templates
+# Said here, for pip says nothing: the kernels are optional.
+"$venv/bin/python" - <<'CHECK'
+from pdserve.kernels.cpu import library
+
+if reason := library.why_not():
+    print(f"Note: no compiled CPU kernels, torch serves several times more slowly: {reason}")
+CHECK

@@ -24,7 +24,7 @@ def load() -> ctypes.CDLL:
     directory = Path(__file__).parent
     found = [path for suffix in EXTENSION_SUFFIXES if (path := directory / f"_cpu{suffix}").is_file()]
     if not found:
-        raise Unavailable("they were not built: pip found no C compiler")
+        raise Unavailable("they are not built: put a C compiler on PATH and install pdserve again")
     try:
         library = ctypes.CDLL(str(found[0]))
         abi = library.pdserve_abi()

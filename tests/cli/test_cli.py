@@ -48,9 +48,10 @@ def test_each_command_explains_itself(words: list[str], capsys: pytest.CaptureFi
         (["generate", "Hi", "--max-tokens", "x"], "invalid int value"),
         (["generate", "Hi", "--router", "nowhere"], "not host:port"),
         (["status", "--nonsense"], "Try 'pdserve status --help'"),
-        (["prefill", "--batching", "static"], "--batching is 'static'"),
+        (["prefill", "--batching", "static"], "use pdserve decode --role mixed"),
         (["decode", "--batching", "dynamic"], "--batching is 'dynamic'"),
-        (["up", "--batching", "static"], "--batching is 'static'"),
+        (["up", "--batching", "static"], "use --prefill 0 --decode 0 --mixed 1, or pdserve.LLM"),
+        (["up", "--prefill", "65"], "--prefill is 65; it must be at most 64 workers"),
         (["decode", "--role", "mixed", "--batch-size", "8"], "--batch-size is 8"),
         (["bench", "engine", "interference", "--quick", "--num-decodes", "4"], "--num-decodes is 4"),
     ],
@@ -148,6 +149,13 @@ def test_generate_reports_a_refusal(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(script) as (_, address):
         assert cli.main(["generate", "Hi", "--router", address]) == 1
     assert capsys.readouterr().err == "error: 'top_p' is 0; it must be in (0, 1] (BAD_PARAMETER)\n"
+
+
+def test_what_ends_an_answer_early_is_told_on_a_line_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(silent) as (_, address):
+        assert cli.main(["generate", "Hi", "--router", address, "--timeout-s", "1"]) == 1
+    out, err = capsys.readouterr()
+    assert out == "a\n" and err.startswith("error: no whole answer within timeout_s=1;") and err.count("\n") == 1
 
 
 def test_ctrl_c_cancels_the_request_and_is_130() -> None:

@@ -22,6 +22,7 @@ from pdserve.client import (
     ServerError,
     Unavailable,
 )
+from pdserve.client.exchange import ControlTries
 from pdserve.v1 import common_pb2
 from tests.client.scripted import WAIT_S, accepted, delta, endless, finished, hello, refuse, serving, silent
 
@@ -172,7 +173,7 @@ def test_a_broken_stream_never_looks_finished(face: str, script: Any) -> None:
 @faces
 def test_deadline(face: str) -> None:
     with serving(silent) as (router, address):
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(DeadlineExceeded, match="no whole answer within timeout_s=1; allow more time"):
             ask(face, address, "Hi", timeout_s=1.0)
         router.ended.get(timeout=WAIT_S)
 
@@ -379,3 +380,11 @@ def test_a_closed_client_says_so() -> None:
     client.close()
     with pytest.raises(RuntimeError, match="closed"):
         client.generate("Hi")
+
+
+def test_a_control_call_that_hangs_is_told_in_our_words() -> None:
+    tries = ControlTries(("a:1",), None, everywhere=False)
+    with pytest.raises(DeadlineExceeded, match="the router did not answer in time"):
+        tries.failed("DEADLINE_EXCEEDED", "Deadline Exceeded", ())
+    with pytest.raises(DeadlineExceeded, match="the store is slow"):
+        tries.failed("DEADLINE_EXCEEDED", "the store is slow", (("pdserve-reason", "STORE_SLOW"),))

@@ -65,10 +65,22 @@ def test_a_directory_that_is_no_model_says_what_it_lacks(tmp_path: Path) -> None
         resolve_model(str(tmp_path))
 
 
-@pytest.mark.parametrize("name", ["/no/such/directory", "a/b/c"])
-def test_a_name_that_is_nothing_says_what_would_be(name: str) -> None:
-    with pytest.raises(ConfigError, match="must be a local directory, a hub id"):
+@pytest.mark.parametrize("name", ["/no/such/directory", "./no-such", "~/model", "a/b/c"])
+def test_a_path_that_is_no_directory_is_not_asked_from_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match=rf"model '{name}': no such directory; .* a local directory, a hub id"):
         resolve_model(name)
+
+
+def test_a_file_is_no_model(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    with pytest.raises(ConfigError, match=r"model.gguf': is a file, not a directory; "):
+        resolve_model(str(tmp_path / "model.gguf"))
+
+
+def test_a_name_that_is_no_hub_id_says_what_would_be() -> None:
+    with pytest.raises(ConfigError, match="must be a local directory, a hub id"):
+        resolve_model("no hub id")
 
 
 def test_a_registry_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import ctypes
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -255,6 +256,15 @@ def test_other_types_go_to_the_reference() -> None:
     )
     arguments = (half.query, half.key_pages, half.value_pages, half.page_tables, half.query_starts, half.kv_lens)
     assert torch.equal(attend(case, half), reference.paged_attention(*arguments, scale=SCALE))
+
+
+def test_without_a_library_it_says_what_builds_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
+    library.load.cache_clear()
+    try:
+        assert library.why_not() == "they are not built: put a C compiler on PATH and install pdserve again"
+    finally:
+        library.load.cache_clear()
 
 
 def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import re
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 
@@ -112,3 +113,5 @@ def test_config_fields_document_themselves(cls: type) -> None:
             if f.name.endswith(suffix):
                 assert f.metadata["unit"] == unit, f"{where}: unit is {f.metadata['unit']!r}"
         assert flag_name(f.name) in help_text
+        placeholder = re.search(rf"^  {flag_name(f.name)} (\S+)", help_text, re.MULTILINE)
+        assert placeholder is None or "_" not in placeholder[1], f"{where} has no unit, or its name no last word"
