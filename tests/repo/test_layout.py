@@ -27,6 +27,7 @@ CONFIG_MODULES = (
     "pdserve.bench.engine_scheduler",
     "pdserve.bench.engine_swap",
     "pdserve.bench.peers_args",
+    "pdserve.bench.transfer_args",
     "pdserve.cli.up",
     "pdserve.core.config",
     "pdserve.decode_service.__main__",

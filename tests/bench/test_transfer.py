@@ -1,0 +1,58 @@
+"""`pdserve bench transfer`: every plane moves the right pages, and the report has what was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from pdserve.bench.transfer_methods import Case, PlaneMethod
+from pdserve.bench.transfer_source import PLANES, fill, make_pool
+from pdserve.cli import __main__ as cli
+
+
+def test_quick_measures_every_plane_and_writes_the_raw_values(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "transfer.json"
+    assert cli.main(["bench", "transfer", "--quick", "--json", str(path)]) == 0
+    cases = json.loads(path.read_text())["cases"]
+    methods = {"memcpy", "bare sockets"} | {f"{name}, {mode}" for name in PLANES for mode in ("none", "host")}
+    assert {case["method"] for case in cases} == methods
+    assert {case["scattered"] for case in cases} == {False, True}
+    assert all(len(case["gb_per_s"]) == 1 and case["gb_per_s"][0] > 0 for case in cases)
+    assert "scattered" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("plane", PLANES)
+def test_every_page_arrives_where_it_belongs(plane: str) -> None:
+    case = Case(64 << 10, 8, scattered=True)
+    pool, expected = make_pool(case.page_bytes, 16), make_pool(case.page_bytes, 16)
+    fill(expected)
+
+    async def move() -> None:
+        method = PlaneMethod(plane, pool, "host", 60.0)
+        try:
+            await method.move(case, 0)
+        finally:
+            await method.close()
+
+    asyncio.run(move())
+    for source, target in zip(case.pages(0, 16), case.pages(1, 16), strict=True):
+        assert pool.page(target)[:8] == expected.page(source)[:8]
+
+
+@pytest.mark.parametrize(
+    ("flags", "names"),
+    [
+        (["--planes", "pigeon"], "--planes: unknown pigeon"),
+        (["--page-kib", "0"], "--page-kib"),
+        (["--total-mib", "x"], "--total-mib"),
+        (["--page-kib", "2048", "--total-mib", "1"], "--total-mib"),
+    ],
+)
+def test_wrong_values_are_refused_by_the_flag(flags: list[str], names: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["bench", "transfer", *flags]) == 2
+    assert names in capsys.readouterr().err
