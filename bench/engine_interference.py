@@ -5,6 +5,7 @@ What is left of the gap, with any chunk, is what a prefill worker of its own tak
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -80,18 +81,22 @@ def run(options: InterferenceOptions, setting: Setting) -> Findings:
     lab = Lab(setting.engine)
     lab.warm_up()
     at_least = setting.engine.max_num_seqs  # of a token budget
-    budgets = {
-        "chunked": max(options.num_decodes + options.chunk, at_least),
-        "whole": max(options.num_decodes + options.length, at_least),
+    chunked, whole = (max(options.num_decodes + n, at_least) for n in (options.chunk, options.length))
+    ways = {
+        f"chunked (budget {chunked:,})": (chunked, math.inf),
+        f"whole (budget {whole:,})": (whole, math.inf),
     }
-    runs: dict[str, list[Gaps]] = {name: [] for name in budgets}
-    predicted: dict[str, list[float]] = {name: [] for name in budgets}
+    if lab.context_unit < math.inf:
+        ways[f"chunked, context counted (budget {chunked:,})"] = (chunked, lab.context_unit)
+    runs: dict[str, list[Gaps]] = {name: [] for name in ways}
+    predicted: dict[str, list[float]] = {name: [] for name in ways}
     for at in range(setting.repeats):
         setting.say(f"run {at + 1} of {setting.repeats}")
-        for name in sorted(budgets, reverse=at % 2 == 1):
-            tokens = min(budgets[name], options.num_decodes + options.length)
+        for name in sorted(ways, reverse=at % 2 == 1):
+            budget, context_unit = ways[name]
+            tokens = min(budget, options.num_decodes + options.length)
             predicted[name].append(lab.step_s(tokens, options.num_decodes, _DECODE_PROMPT))
-            runs[name].append(_measure(lab, budgets[name], options, setting.seed))
+            runs[name].append(_measure(lab, budget, context_unit, options, setting.seed))
     rows = [
         Row(
             f"{options.num_decodes} decodes alone: ITL, median",
@@ -100,7 +105,7 @@ def run(options: InterferenceOptions, setting: Setting) -> Findings:
         )
     ]
     for name, several in runs.items():
-        rows += _rows(f"prompts {name} (budget {budgets[name]:,})", several, statistics.median(predicted[name]))
+        rows += _rows(f"prompts {name}", several, statistics.median(predicted[name]))
     notes = [
         f"{options.num_prompts} prompts of {options.length:,} tokens ({options.prompt_len:,} / {options.scale:g}), one "
         "after the other",
@@ -108,6 +113,11 @@ def run(options: InterferenceOptions, setting: Setting) -> Findings:
         "predicted: a step with these decodes and a chunk that fills the budget, measured by itself; the context "
         "behind the chunk, which grows with the prompt, is not in it",
     ]
+    if lab.context_unit < math.inf:
+        notes.append(
+            "context counted, as engines do that measure their budget: beside decodes a prompt's token takes twice as "
+            f"much of it after {lab.context_unit:,.0f} others"
+        )
     return Findings(title="decodes while long prompts arrive", rows=rows, notes=notes)
 
 
@@ -123,8 +133,8 @@ def _rows(what: str, several: Sequence[Gaps], predicted_s: float) -> list[Row]:
     ]
 
 
-def _measure(lab: Lab, budget: int, options: InterferenceOptions, seed: int) -> Gaps:
-    core, _ = lab.engine(max_num_batched_tokens=budget)
+def _measure(lab: Lab, budget: int, context_unit: float, options: InterferenceOptions, seed: int) -> Gaps:
+    core, _ = lab.engine(context_unit, max_num_batched_tokens=budget)
     decodes = [f"decode {i}" for i in range(options.num_decodes)]
     room = lab.max_model_len - _DECODE_PROMPT
     core.begin_step(

@@ -5,6 +5,7 @@ Every experiment compares engines that differ in one option and share the rest, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -147,10 +148,16 @@ class Lab:
         self.vocab_size, self.max_model_len = self._built.vocab_size, self._built.max_model_len
         self.page_size, self.costs = self._built.layout.page_size, self._built.preemption_costs
 
-    def engine(self, **changes: object) -> tuple[EngineCore, Recorder]:
+    @property
+    def context_unit(self) -> float:
+        """As measured at start; inf when the token budget was given."""
+        return math.inf if self._built.profile is None else self._built.profile.context_unit
+
+    def engine(self, context_unit: float = math.inf, **changes: object) -> tuple[EngineCore, Recorder]:
         """A new engine with its own pages' bookkeeping; use one at a time, for they share the memory.
 
         Args:
+            context_unit: What context takes of the token budget; see `SchedulerLimits`.
             **changes: Options that differ; `num_pages` and `swap_space_bytes` are at most what the lab has.
         """
         config = replace(self._config, **changes)  # type: ignore[arg-type]
@@ -158,7 +165,8 @@ class Lab:
         recorder = Recorder(self._built.core.runner)
         num_pages = min(config.num_pages or self._built.num_pages, self._built.num_pages)
         swap = make_swap_space(config, self._built.layout, self.costs)
-        return make_core(config, recorder, num_pages, budget, self.max_model_len, swap=swap), recorder
+        core = make_core(config, recorder, num_pages, budget, self.max_model_len, swap=swap, context_unit=context_unit)
+        return core, recorder
 
     def step_s(self, num_tokens: int, num_decodes: int, context: int) -> float:
         """Seconds of one step: decodes with `context` tokens behind each, and the rest of the tokens in one chunk."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pdserve.core.clock import MonotonicClock
@@ -27,7 +28,7 @@ from pdserve.engine.policies import make_policy
 from pdserve.engine.preemption_costs import PreemptionMeter, measure_preemption
 from pdserve.engine.prefix_cache import PrefixCache
 from pdserve.engine.preparation import PREPARE_WAIT_S, Prepare, finish
-from pdserve.engine.profile import StepMeter, StepProfile, profile_steps
+from pdserve.engine.profile import StepMeter, StepProfile, measure_context_unit, profile_steps
 from pdserve.engine.progress import Progress, SilentProgress
 from pdserve.engine.step import Runner, RunnerOutput, SchedulerOutput
 from pdserve.engine.swap import PreemptionCosts, SwapSpace
@@ -37,6 +38,7 @@ MakePool = Callable[[KVLayout, int], PoolMemory]
 _FAKE_MAX_MODEL_LEN = 1 << 20
 _FAKE_NUM_PAGES = 4096
 _MAX_TOKEN_BUDGET = 2048
+_CONTEXT_CHUNK, _CONTEXT = 32, 1024  # tokens: what the cost of context is measured with
 
 _log = logging.getLogger(__name__)
 
@@ -227,6 +229,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
             identity,
             make_swap_space(config, layout, costs),
             None if device_pool is None else device_pool.staging(memory),
+            math.inf if profile is None else profile.context_unit,
         ),
         layout=layout,
         num_pages=num_pages,
@@ -281,6 +284,7 @@ def make_core(
     identity: bytes = b"",
     swap: SwapSpace | None = None,
     staging: Staging | None = None,
+    context_unit: float = math.inf,
 ) -> EngineCore:
     """A core over a runner that exists already.
 
@@ -293,6 +297,7 @@ def make_core(
         identity: What cached KV depends on beside the tokens.
         swap: What becomes of the KV of preempted sequences; None: all are computed anew.
         staging: See `EngineCore`.
+        context_unit: See `SchedulerLimits`.
     """
     limits = SchedulerLimits(
         page_size=config.page_size,
@@ -302,6 +307,7 @@ def make_core(
         long_tokens=config.long_prefill_token_threshold,
         max_num_long=config.max_long_partial_prefills or 1,
         max_unreserved_fraction=config.max_unreserved_fraction,
+        context_unit=context_unit,
     )
     config.check_token_budget(budget)
     pool = PagePool(num_pages)
@@ -349,6 +355,21 @@ def _max_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, of_mo
 
 
 def _profile(config: EngineConfig, runner: Runner, layout: KVLayout, num_pages: int, max_model_len: int) -> StepProfile:
+    """Measures the token budget, and what context takes of it."""
+    profile = _profile_budget(config, runner, layout, num_pages, max_model_len)
+    num = min(_CONTEXT_CHUNK, max_model_len)
+    context = min(_CONTEXT, min(max_model_len, num_pages * layout.page_size) - num)
+    if context < 1:
+        return profile
+    meter = StepMeter(runner, layout.page_size, num_pages)
+    unit = measure_context_unit(lambda before: meter.measure_chunk(num, before), profile.token_s, num, context)
+    _log.info("a prompt's token takes twice as long after %.0f others", unit)
+    return replace(profile, context_unit=unit)
+
+
+def _profile_budget(
+    config: EngineConfig, runner: Runner, layout: KVLayout, num_pages: int, max_model_len: int
+) -> StepProfile:
     size = layout.page_size
     if config.tpot_slo_ms is None:
         meter = StepMeter(runner, size, num_pages)

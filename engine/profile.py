@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from pdserve.engine.step import Runner, ScheduledSequence, SchedulerOutput
 PROFILE_LIMIT_S = 1.5
 """No further step is measured after this much time."""
 
+_REPEATS = 3
 _GREEDY = SamplingParams(temperature=0.0)
 _TOKEN_COUNTS = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 
@@ -23,10 +25,20 @@ class StepProfile:
     Attributes:
         points: (tokens of a step, seconds), ascending.
         token_budget: Tokens that a step may compute.
+        context_unit: Tokens of context with which a prompt's token takes twice as long as without; inf: not noticeable.
     """
 
     points: tuple[tuple[int, float], ...]
     token_budget: int
+    context_unit: float = math.inf
+
+    @property
+    def token_s(self) -> float:
+        """What a token adds to a step, seconds; 0 when too little was measured."""
+        if len(self.points) < 2:
+            return 0.0
+        (n0, s0), (n1, s1) = self.points[0], self.points[-1]
+        return max(0.0, (s1 - s0) / (n1 - n0))
 
     def holds(self, target_s: float) -> bool:
         """Says whether even the smallest step measured is within a target."""
@@ -69,6 +81,23 @@ def profile_steps(
     return StepProfile(tuple(points), budget)
 
 
+def measure_context_unit(measure: Callable[[int], float], token_s: float, num_tokens: int, context: int) -> float:
+    """Measures what context costs: a chunk without any and the same chunk with some, each at its best of three.
+
+    Args:
+        measure: Runs a step of one chunk with so many tokens before it, and returns its seconds.
+        token_s: What a token without context adds to a step, seconds.
+        num_tokens: Of the chunk.
+        context: Tokens before it, >= 1.
+
+    Returns:
+        Tokens of context that cost what a token costs without; inf when they cost nothing that can be measured.
+    """
+    alone_s, with_context_s = (min(measure(n) for _ in range(_REPEATS)) for n in (0, context))
+    pair_s = (with_context_s - alone_s) / (num_tokens * context)
+    return token_s / pair_s if pair_s > 0 and token_s > 0 else math.inf
+
+
 class StepMeter:
     """Runs steps of given sizes on an engine that is not in use yet: what they write is never read.
 
@@ -90,6 +119,13 @@ class StepMeter:
         rows = [self._row(f"decode {i}", self._context, 1, i) for i in range(num_decodes)]
         if num_tokens > num_decodes:
             rows.append(self._row("prompt", 0, num_tokens - num_decodes, 0))
+        return self._seconds(rows, num_tokens)
+
+    def measure_chunk(self, num_tokens: int, context: int) -> float:
+        """Seconds of a step of so many tokens of one prompt, with so many before them."""
+        return self._seconds([self._row("prompt", context, num_tokens, 0)], num_tokens)
+
+    def _seconds(self, rows: list[ScheduledSequence], num_tokens: int) -> float:
         began = time.perf_counter()
         self._runner.execute(SchedulerOutput(0, tuple(rows), num_tokens))
         return time.perf_counter() - began

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
 from pdserve.engine.chunks import SCORED_COST, SCORED_TOKENS, Chunks, SchedulerLimits
@@ -15,7 +19,12 @@ from tests.engine.engines import request
 
 
 def scheduler(
-    *, num_seqs: int = 8, budget: int = 8, long_tokens: int | None = None, max_num_long: int = 1
+    *,
+    num_seqs: int = 8,
+    budget: int = 8,
+    long_tokens: int | None = None,
+    max_num_long: int = 1,
+    context_unit: float = math.inf,
 ) -> Scheduler:
     limits = SchedulerLimits(
         page_size=4,
@@ -24,6 +33,7 @@ def scheduler(
         max_model_len=256,
         long_tokens=long_tokens,
         max_num_long=max_num_long,
+        context_unit=context_unit,
     )
     return Scheduler(limits, PagePool(200))
 
@@ -138,3 +148,50 @@ def test_a_scored_token_takes_two_of_the_budget() -> None:
     narrow = scheduler(num_seqs=1, budget=1)
     narrow.add(request("scored", range(3), 2, prompt_logprobs=0))
     assert advance(narrow) == {"scored": 1}
+
+
+def test_beside_decodes_a_token_takes_more_of_the_budget_the_more_are_before_it() -> None:
+    s = scheduler(budget=13, context_unit=12)
+    s.add(request("decode", [1], 60, arrival_s=0))
+    advance(s)
+    s.add(request("prompt", range(60), 2, arrival_s=1))
+    assert [advance(s)["prompt"] for _ in range(5)] == [12, 6, 4, 4, 3]  # 12 // 1, 12 // 2, 12 // 2.5 and so on
+    s.abort("decode")
+    assert [advance(s) for _ in range(2)] == [{"prompt": 13}] * 2  # nobody waits for the step
+
+
+def test_however_long_the_context_a_prompt_gets_on() -> None:
+    s = scheduler(budget=8, context_unit=0.01, long_tokens=4)
+    s.add(request("decode", [1], 100, arrival_s=0))
+    advance(s)
+    s.add(request("prompt", range(20), 1, arrival_s=1))
+    dealt = [advance(s)["prompt"] for _ in range(14)]
+    assert dealt == [7] + [1] * 13
+
+
+@given(
+    budget=st.integers(1, 40),
+    unit=st.one_of(st.just(math.inf), st.floats(0.1, 100)),
+    prompts=st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=6),
+    long_tokens=st.one_of(st.none(), st.integers(1, 20)),
+)
+def test_every_prompt_is_computed_and_no_step_takes_much_more_than_its_budget(
+    budget: int, unit: float, prompts: list[tuple[int, bool]], long_tokens: int | None
+) -> None:
+    s = scheduler(budget=budget, context_unit=unit, long_tokens=long_tokens)
+    s.add(request("decode", [1], 250, arrival_s=0))
+    advance(s)
+    for i, (num, scored) in enumerate(prompts):
+        s.add(request(f"p{i}", range(num), 1, arrival_s=1 + i, prompt_logprobs=0 if scored else None))
+    left, sizes = {}, {f"p{i}": num for i, (num, _) in enumerate(prompts)}
+    for _ in range(sum(sizes.values())):
+        dealt = advance(s)
+        dealt.pop("decode")
+        costs = {key: 1 + (sizes[key] - left[key]) / unit for key in dealt if left.get(key, 0) > 1}  # else: as a decode
+        total = sum(cost * dealt[key] for key, cost in costs.items())
+        assert total <= max(budget - 1, min(4, budget)) + max(costs.values(), default=0)
+        for key, num in dealt.items():
+            left[key] = left.get(key, sizes[key]) - num
+        if left.keys() == sizes.keys() and not any(left.values()):
+            break
+    assert not any(left.values())

@@ -4,7 +4,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.engine.config import EngineConfig
-from pdserve.engine.profile import StepMeter, budget_for, profile_steps
+from pdserve.engine.profile import StepMeter, budget_for, measure_context_unit, profile_steps
 from pdserve.engine.step import RunnerOutput, SchedulerOutput
 
 
@@ -56,6 +56,18 @@ def test_a_slow_engine_is_measured_twice_at_least() -> None:
     assert len(profile_steps(lambda n: 1.0 + n, 100.0, 1, 2048, limit_s=0.1).points) == 2
 
 
+def test_the_cost_of_context_is_what_a_chunk_takes_longer_with_it() -> None:
+    """A token costs 2 ms, a pair 1 us: the same after 2,000 tokens."""
+    noise = iter((0.003, 0.0, 0.001, 0.0, 0.02, 0.01))
+
+    def measure(context: int) -> float:
+        return 0.010 + 8 * 0.002 + 8 * context * 1e-6 + next(noise)
+
+    assert measure_context_unit(measure, 0.002, 8, 500) == pytest.approx(2000)
+    assert measure_context_unit(lambda context: 0.1, 0.002, 8, 500) == float("inf")
+    assert measure_context_unit(lambda context: 0.1 + context, 0.0, 8, 500) == float("inf")
+
+
 class Recorder:
     def __init__(self) -> None:
         self.outputs: list[SchedulerOutput] = []
@@ -71,6 +83,9 @@ def test_the_meter_runs_decodes_with_their_context_and_one_chunk() -> None:
     (output,) = recorder.outputs
     assert [(s.start, len(s.token_ids), len(s.page_table)) for s in output.sequences] == [(6, 1, 2)] * 3 + [(0, 6, 2)]
     assert output.num_tokens == 9
+    StepMeter(recorder, page_size=4, num_pages=10).measure_chunk(5, 9)
+    (chunk,) = recorder.outputs[-1].sequences
+    assert (chunk.start, len(chunk.token_ids), len(chunk.page_table)) == (9, 5, 4)
     assert all(0 <= page < 10 for s in output.sequences for page in s.page_table)
 
 
