@@ -23,6 +23,7 @@ COMMANDS = {
     "router": ("pdserve.router.__main__", "start a router: takes requests and chooses the workers for each"),
     "prefill": ("pdserve.prefill_service.__main__", "start a prefill worker: computes prompts"),
     "decode": ("pdserve.decode_service.__main__", "start a decode worker: generates tokens (--role mixed: both)"),
+    "certs": ("pdserve.cli.certs", "make certificates to try mutual TLS with"),
     "fetch-model": ("pdserve.cli.fetch_model", "download and convert the built-in model, and show where it lies"),
 }
 SERVICES = ("router", "prefill", "decode")
@@ -69,7 +70,7 @@ def _run(command: str, argv: list[str]) -> int:
     except ModuleNotFoundError as e:
         if e.name is None or e.name.split(".")[0] == "pdserve":
             raise
-        extra = "server,bench" if command == "bench" else "server"
+        extra = {"bench": "server,bench", "certs": "server,certs"}.get(command, "server")
         sys.stderr.write(
             f"pdserve {command}: the package '{e.name}' is missing; in pdserve's directory: pip install '.[{extra}]'\n"
         )

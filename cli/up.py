@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO
 
@@ -29,6 +29,7 @@ from pdserve.client import PdserveError
 from pdserve.core.config import build_parser, check, flag_name, from_namespace, option
 from pdserve.core.errors import ConfigError, UnavailableError
 from pdserve.core.kv_transfer_config import KvTransferConfig
+from pdserve.core.tls import TlsConfig, load_tls
 from pdserve.engine.config import EngineConfig
 
 DESCRIPTION = """\
@@ -85,16 +86,17 @@ class UpConfig:
         return self.prefill + self.decode + self.mixed
 
 
-SECTIONS = {"Launcher": UpConfig, "Engine of every worker": EngineConfig}
+SECTIONS = {"Launcher": UpConfig, "TLS": TlsConfig, "Engine of every worker": EngineConfig}
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs `pdserve up`; returns the exit status."""
     parser = build_parser("pdserve up", DESCRIPTION, SECTIONS)
-    up, engine = from_namespace(SECTIONS, parser.parse_args(argv))
+    up, tls, engine = from_namespace(SECTIONS, parser.parse_args(argv))
     if up.prefill or up.decode:
         engine.check_hand_offs("--prefill 0 --decode 0 --mixed 1")
-    return Launcher(up, engine, Console(highlight=False)).run()
+    load_tls(tls)  # says what is wrong before anything starts
+    return Launcher(up, tls, engine, Console(highlight=False)).run()
 
 
 class Launcher:
@@ -102,12 +104,14 @@ class Launcher:
 
     Args:
         up: What to start.
+        tls: TLS options, handed to all but the store.
         engine: Engine options, handed to every worker; those of swapping not to prefill.
         console: Where people read.
     """
 
-    def __init__(self, up: UpConfig, engine: EngineConfig, console: Console) -> None:
+    def __init__(self, up: UpConfig, tls: TlsConfig, engine: EngineConfig, console: Console) -> None:
         self._up = up
+        self._tls = tls
         self._engine = engine
         self._console = console
         self._ended: queue.SimpleQueue[Child | None] = queue.SimpleQueue()
@@ -160,6 +164,7 @@ class Launcher:
             self._common += ["--drain-grace-s", str(self._up.drain_grace_s), "--metrics-port", "0"]
             if self._up.otlp_traces_endpoint:
                 self._common += ["--otlp-traces-endpoint", self._up.otlp_traces_endpoint]
+            self._common += _flags(self._tls)
             self._logs = data_dir / "logs"
             for role, count in (("prefill", self._up.prefill), ("decode", self._up.decode), ("mixed", self._up.mixed)):
                 for i in range(count):
@@ -207,7 +212,8 @@ class Launcher:
         if self._up.kv_transfer_config is not None:
             flags += ["--kv-transfer-config", self._up.kv_transfer_config]
         engine = self._engine.for_prefill() if role == "prefill" else self._engine
-        flags += _engine_flags(engine, default_threads=max(1, usable_cores() // self._up.num_workers))
+        threads = engine.threads or max(1, usable_cores() // self._up.num_workers)
+        flags += _flags(replace(engine, threads=threads), but=("model", "served_model_name"))
         return Child(name, service_command(command, *flags), self._logs / f"{name}.log", on_exit=self._ended.put)
 
     def _start_router(self) -> Child:
@@ -323,16 +329,17 @@ def _served_name(engine: EngineConfig) -> str:
     return "fake" if engine.runner == "fake" else Path(engine.model).name
 
 
-def _engine_flags(engine: EngineConfig, default_threads: int) -> list[str]:
-    """Flags that make a worker's engine equal to ours."""
+def _flags(config: EngineConfig | TlsConfig, but: Sequence[str] = ()) -> list[str]:
+    """Flags that make another process's section equal to ours."""
     flags: list[str] = []
-    for f in fields(EngineConfig):
-        value = getattr(engine, f.name)
-        if f.name == "threads" and value is None:
-            value = default_threads
-        if f.name in ("model", "served_model_name") or value is None or value == f.default:
+    for f in fields(config):
+        value, name = getattr(config, f.name), flag_name(f.name)
+        if f.name in but or value is None or value == f.default:
             continue
-        flags += [flag_name(f.name), str(value)]
+        if isinstance(value, bool):
+            flags.append(name if value else name.replace("--", "--no-", 1))
+        else:
+            flags += [name, str(value)]
     return flags
 
 

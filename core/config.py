@@ -250,6 +250,9 @@ class WorkerConfig:
     step_stall_s: float = option(
         60.0, "liveness fails when sequences run but no engine step ends for this long", unit="s", minimum=1
     )
+    health_port: int | None = option(
+        None, "plain gRPC port that answers health only, for probes without TLS; 0 picks one", minimum=0, maximum=65535
+    )
     router_timeout_s: float = option(3.0, "a router silent for this long is taken for dead", unit="s", minimum=0.1)
     data_port: int = option(0, "port of the KV data plane (prefill side); 0 picks a free one", minimum=0, maximum=65535)
     advertise_data_address: str | None = option(None, "host:port that decode workers reach the data plane at")

@@ -32,12 +32,15 @@ from pdserve.core.errors import (
     UnknownError,
 )
 from pdserve.core.net import check_port_free, format_address
+from pdserve.core.tls import Tls
 from pdserve.v1 import common_pb2
 
 REASON_KEY = "pdserve-reason"
 RETRY_AFTER_KEY = "pdserve-retry-after-ms"
 KEEPALIVE_S = 10.0
 STOP_TIMEOUT_S = 3.0
+HANDSHAKE_TIMEOUT_S = 5.0
+MAX_PROBES = 64
 WRITE_FAILED = "Internal error from Core"  # grpc.aio's words when a write meets an end that it has not read yet
 MAX_DETAILS_BYTES = 1500  # details travel percent-encoded (up to 3 bytes each) in a header; 8 KiB is the usual limit
 
@@ -117,10 +120,15 @@ async def _abort_unknown(context: grpc.aio.ServicerContext[Any, Any], method: st
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs only
-    """Turns every exception of a handler into a typed status, and refuses calls while `is_open()` is False."""
+    """Turns every exception of a handler into a typed status, and refuses calls while `is_open()` is False.
 
-    def __init__(self, is_open: Callable[[], bool]) -> None:
-        self._is_open = is_open
+    Args:
+        is_open: Asked at each call.
+        peer_name: Callers must carry it in their certificate; None: anybody may call.
+    """
+
+    def __init__(self, is_open: Callable[[], bool], peer_name: str | None = None) -> None:
+        self._is_open, self._peer_name = is_open, peer_name
 
     async def intercept_service(
         self,
@@ -132,10 +140,10 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         if not self._is_open() and not method.startswith(_ALWAYS_OPEN):
             return grpc.unary_unary_rpc_method_handler(_refuse_loading)
         handler: Any = await continuation(handler_call_details)
-        return _wrap_handler(handler, method)  # type: ignore[no-any-return]
+        return _wrap_handler(handler, method, self._peer_name)  # type: ignore[no-any-return]
 
 
-def _wrap_handler(handler: Any, method: str) -> Any:
+def _wrap_handler(handler: Any, method: str, peer_name: str | None) -> Any:
     if handler is None:
         return None  # gRPC answers UNIMPLEMENTED
     for kind in ("unary_unary", "unary_stream", "stream_unary", "stream_stream"):
@@ -146,7 +154,7 @@ def _wrap_handler(handler: Any, method: str) -> Any:
             deserialize = handler.request_deserializer
             if kind.startswith("unary_") and deserialize is not None:
                 deserialize = _typed_deserializer(deserialize)
-            return make(wrap(behaviour, method), deserialize, handler.response_serializer)
+            return make(wrap(behaviour, method, peer_name), deserialize, handler.response_serializer)
     raise AssertionError(f"{method} has no behaviour")
 
 
@@ -172,6 +180,15 @@ def _check_decoded(request: object) -> None:
         raise RequestError(f"the request cannot be decoded: {request.error}", reason="BAD_MESSAGE")
 
 
+def _check_caller(context: grpc.aio.ServicerContext[Any, Any], peer_name: str | None) -> None:
+    """The handshake proved that the certificate is of our authority; this, that it is a member's."""
+    if peer_name is None:
+        return
+    if peer_name.encode() not in context.auth_context().get("x509_subject_alternative_name", ()):
+        message = f"the certificate does not name {peer_name!r} (--tls-peer-name)"
+        raise PdserveError(message, reason="NOT_A_MEMBER", status="UNAUTHENTICATED")
+
+
 async def _refuse_loading(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> NoReturn:
     await _abort(context, UnavailableError("this process is still loading; try again soon", reason="LOADING"))
 
@@ -190,9 +207,10 @@ async def _typed_errors(context: grpc.aio.ServicerContext[Any, Any], method: str
         await _abort_unknown(context, method)
 
 
-def _wrap_call(behaviour: Callable[..., Any], method: str) -> Callable[..., Awaitable[object]]:
+def _wrap_call(behaviour: Callable[..., Any], method: str, peer_name: str | None) -> Callable[..., Awaitable[object]]:
     async def call(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> object:
         async with _typed_errors(context, method):
+            _check_caller(context, peer_name)
             _check_decoded(request)
             result = behaviour(request, context)
             return await result if inspect.isawaitable(result) else result
@@ -200,9 +218,12 @@ def _wrap_call(behaviour: Callable[..., Any], method: str) -> Callable[..., Awai
     return call
 
 
-def _wrap_stream(behaviour: Callable[..., Any], method: str) -> Callable[..., AsyncIterator[object]]:
+def _wrap_stream(
+    behaviour: Callable[..., Any], method: str, peer_name: str | None
+) -> Callable[..., AsyncIterator[object]]:
     async def stream(request: object, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[object]:
         async with _typed_errors(context, method):
+            _check_caller(context, peer_name)
             _check_decoded(request)
             async with aclosing(behaviour(request, context)) as responses:
                 async for response in responses:
@@ -214,7 +235,7 @@ def _wrap_stream(behaviour: Callable[..., Any], method: str) -> Callable[..., As
 # ---- server and channel --------------------------------------------------------------------------------------------
 
 
-def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
+def channel_options(max_message_bytes: int) -> list[tuple[str, int | str]]:
     """Options of a client channel to one of our servers: message limit, keepalive, short reconnect backoff."""
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
@@ -240,7 +261,23 @@ def _server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", 5000),  # permits pings every 10 s
         ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.server_handshake_timeout_ms", int(HANDSHAKE_TIMEOUT_S * 1000)),
     ]
+
+
+def open_channel(address: str, *, max_message_bytes: int, tls: Tls | None = None) -> grpc.aio.Channel:
+    """A client channel to one of our servers.
+
+    Args:
+        address: host:port.
+        max_message_bytes: Largest message either way.
+        tls: Shows this process's certificate, as it is now, to a member; None: plain.
+    """
+    options = channel_options(max_message_bytes)
+    if tls is None:
+        return grpc.aio.insecure_channel(address, options=options)
+    options.append(("grpc.ssl_target_name_override", tls.peer_name))
+    return grpc.aio.secure_channel(address, tls.channel_credentials(), options=options)
 
 
 class Servicers:
@@ -265,19 +302,21 @@ class GrpcServer:
     Args:
         service_names: Full names of the services, for reflection and as the names of readiness.
         max_message_bytes: Larger messages are refused by gRPC with RESOURCE_EXHAUSTED.
+        tls: Callers must be members; None: plain.
     """
 
-    def __init__(self, service_names: Sequence[str], *, max_message_bytes: int) -> None:
+    def __init__(self, service_names: Sequence[str], *, max_message_bytes: int, tls: Tls | None = None) -> None:
         self._is_open = False
         self._service_names = tuple(service_names)
-        self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(lambda: self._is_open)], options=_server_options(max_message_bytes)
-        )
+        self._credentials = tls.server_credentials() if tls else None
+        interceptor = ErrorInterceptor(lambda: self._is_open, tls.peer_name if tls else None)
+        self._server = grpc.aio.server(interceptors=[interceptor], options=_server_options(max_message_bytes))
         self.server = Servicers(self._server)
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # missing in the stubs
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
+        self._probes: grpc.aio.Server | None = None
 
     def bind(self, host: str, port: int) -> int:
         """Binds the port; call once, before `start`.
@@ -294,15 +333,29 @@ class GrpcServer:
         """
         check_port_free(host, port)  # gRPC itself would log to stderr and raise RuntimeError
         try:
+            if self._credentials is not None:
+                return self._server.add_secure_port(format_address(host, port), self._credentials)
             return self._server.add_insecure_port(format_address(host, port))
         except RuntimeError as e:
             raise ConfigError(f"cannot listen on {host}:{port}: {e}", reason="PORT_IN_USE") from e
+
+    def bind_health(self, host: str, port: int) -> int:
+        """Binds a plain port that answers health and nothing else, for probes without a certificate.
+
+        As `bind`; also before `start`.
+        """
+        check_port_free(host, port, "--health-port")
+        self._probes = grpc.aio.server(options=_server_options(1 << 16), maximum_concurrent_rpcs=MAX_PROBES)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probes)
+        return self._probes.add_insecure_port(format_address(host, port))
 
     async def start(self) -> None:
         """Begins to answer health; liveness is SERVING, readiness NOT_SERVING."""
         for name in self._service_names:
             await self.set_serving(name, False)
         await self._server.start()
+        if self._probes is not None:
+            await self._probes.start()
 
     def open(self) -> None:
         """Lets calls through."""
@@ -323,7 +376,12 @@ class GrpcServer:
 
         gRPC has been seen to wait forever for connections that never became one (strangers' bytes on the port).
         """
-        stopping = asyncio.create_task(self._server.stop(grace_s))
+        if self._probes is not None:
+            await self._stop(self._probes, 0)
+        await self._stop(self._server, grace_s)
+
+    async def _stop(self, server: grpc.aio.Server, grace_s: float) -> None:
+        stopping = asyncio.create_task(server.stop(grace_s))
         await asyncio.wait({stopping}, timeout=grace_s + STOP_TIMEOUT_S)
         if stopping.done():
             stopping.result()

@@ -33,6 +33,7 @@ from pdserve.core.registry import DRAINING, Registry, WorkerRecord
 from pdserve.core.request import Role
 from pdserve.core.session import SERVICE_NAME, SessionHandler, SessionServer
 from pdserve.core.telemetry import MetricsServer, WorkerMetrics
+from pdserve.core.tls import Tls, TlsConfig, load_tls
 from pdserve.core.tracing import Tracing
 from pdserve.v1 import worker_pb2_grpc
 
@@ -58,6 +59,7 @@ class WorkerContext:
         tracing: The process's tracer.
         server: For further servicers (prefill: KvTransfer); add them in `start`.
         fail: Call it when the process must end (the engine is dead).
+        tls: What this process shows to its peers and asks of them; None: plain connections.
     """
 
     role: Role
@@ -71,6 +73,7 @@ class WorkerContext:
     tracing: Tracing
     server: Servicers
     fail: Callable[[PdserveError], None]
+    tls: Tls | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,6 +133,7 @@ class WorkerApp:
         service: What the role does.
         service_config: Configuration.
         worker_config: Configuration.
+        tls_config: Configuration.
         announce: Where the READY line goes.
     """
 
@@ -139,6 +143,7 @@ class WorkerApp:
         service: WorkerService,
         service_config: ServiceConfig,
         worker_config: WorkerConfig,
+        tls_config: TlsConfig | None = None,
         *,
         announce: Callable[[str], None] = announce,
     ) -> None:
@@ -146,6 +151,7 @@ class WorkerApp:
         self._service = service
         self._config = service_config
         self._worker_config = worker_config
+        self._tls_config = tls_config or TlsConfig()
         self._announce = announce
         self._clock: Clock = MonotonicClock()
         self._incarnation = secrets.token_hex(8)
@@ -178,8 +184,11 @@ class WorkerApp:
     async def _run(self, signals: StopSignals, stack: AsyncExitStack) -> int:
         # What is entered here is left in reverse order, whatever happens.
         config = self._config
-        server = GrpcServer([SERVICE_NAME], max_message_bytes=config.max_message_bytes)
+        tls = load_tls(self._tls_config)
+        server = GrpcServer([SERVICE_NAME], max_message_bytes=config.max_message_bytes, tls=tls)
         port = server.bind(config.host, config.port)
+        if (probed := self._worker_config.health_port) is not None:
+            _log.info("health alone, without TLS, on port %d", server.bind_health(config.host, probed))
         worker_id = self._worker_config.worker_id or f"{self._role.value}-{socket.gethostname()}-{port}"
         prometheus = CollectorRegistry()
         metrics_address = None
@@ -206,6 +215,7 @@ class WorkerApp:
             tracing=tracing,
             server=server.server,
             fail=self.fail,
+            tls=tls,
         )
         stack.push_async_callback(self._stop_service)
         loading = asyncio.ensure_future(self._service.start(context))
@@ -319,6 +329,7 @@ def run_worker(
     service: WorkerService,
     service_config: ServiceConfig,
     worker_config: WorkerConfig,
+    tls_config: TlsConfig | None = None,
     *,
     uvloop: bool = True,
 ) -> int:
@@ -328,7 +339,7 @@ def run_worker(
         Exit status: 0 drained, 1 failed or cut short, 2 cannot start as configured.
     """
     setup_logging(service_config.log_level)
-    app = WorkerApp(role, service, service_config, worker_config)
+    app = WorkerApp(role, service, service_config, worker_config, tls_config)
     try:
         status = run_async(app.run(), uvloop=uvloop)
     except ConfigError as e:

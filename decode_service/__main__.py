@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from pdserve.core.config import ServiceConfig, WorkerConfig, check, load, option, run_main
 from pdserve.core.request import Role
+from pdserve.core.tls import TlsConfig
 from pdserve.core.worker_app import run_worker
 from pdserve.decode_service.worker import DecodeWorker
 from pdserve.engine.config import EngineConfig
@@ -36,11 +37,17 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         Exit status, see `core.worker_app.run_worker`.
     """
-    sections = {"Role": RoleConfig, "Service": ServiceConfig, "Worker": WorkerConfig, "Engine": EngineConfig}
-    role, service, worker, engine = load("pdserve decode", DESCRIPTION, sections, argv)
+    sections = {
+        "Role": RoleConfig,
+        "Service": ServiceConfig,
+        "Worker": WorkerConfig,
+        "TLS": TlsConfig,
+        "Engine": EngineConfig,
+    }
+    role, service, worker, tls, engine = load("pdserve decode", DESCRIPTION, sections, argv)
     if role.role == Role.DECODE:
         engine.check_hand_offs()
-    return run_worker(Role(role.role), DecodeWorker(engine), service, worker)
+    return run_worker(Role(role.role), DecodeWorker(engine), service, worker, tls)
 
 
 if __name__ == "__main__":

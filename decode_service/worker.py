@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from functools import partial
 
 from pdserve.core.background import Background, in_own_thread
+from pdserve.core.grpc_server import open_channel
 from pdserve.core.streams import welcome_message
 from pdserve.core.submission import ModelLimits
 from pdserve.core.worker_app import LoadedWorker, WorkerContext
@@ -13,7 +15,7 @@ from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.build import build_engine
 from pdserve.engine.config import EngineConfig
 from pdserve.kvtransfer import negotiation, planes
-from pdserve.kvtransfer.control_client import TransferClient
+from pdserve.kvtransfer.control_client import MAX_MESSAGE_BYTES, TransferClient
 from pdserve.kvtransfer.pool import KvPool
 
 
@@ -51,10 +53,11 @@ class DecodeWorker:
             incarnation=context.incarnation,
             identity_digest=built.identity_digest,
             layout=built.layout,
-            sinks=planes.make_sinks(context.worker, pool, built.identity_digest),
+            sinks=planes.make_sinks(context.worker, pool, built.identity_digest, context.tls),
             clock=context.clock,
             integrity=context.worker.kv_integrity,
             host_id=negotiation.host_id(),
+            open_channel=partial(open_channel, max_message_bytes=MAX_MESSAGE_BYTES, tls=context.tls),
         )
         self._service = DecodeService(
             engine=built.engine,

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from pdserve.core.config import WorkerConfig
+from pdserve.core.errors import ConfigError
+from pdserve.core.tls import Tls
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import PageSink, PageSource
 
 
-def make_sources(config: WorkerConfig, pool: KvPool, identity_digest: bytes, host: str) -> dict[str, PageSource]:
+NEVER_IN_THE_CLEAR = ("tcp", "shm")
+"""Planes that encrypt where the process has TLS, or that do not leave the host."""
+
+
+def check_encryption(transports: Iterable[str], tls: Tls | None) -> None:
+    """Refuses planes that would send pages in the clear where TLS is required.
+
+    Raises:
+        ConfigError: Names them.
+    """
+    clear = [name for name in transports if name not in NEVER_IN_THE_CLEAR]
+    if clear and tls is not None and tls.required:
+        names = ", ".join(clear)
+        raise ConfigError(f"--require-tls: {names} would send pages in the clear; take it out of --kv-transfer-config")
+
+
+def make_sources(config: WorkerConfig, pool: KvPool, identity_digest: bytes, host: str, tls: Tls | None) -> dict[str, PageSource]:
     """Starts to offer a pool.
 
     Args:
@@ -18,6 +36,7 @@ def make_sources(config: WorkerConfig, pool: KvPool, identity_digest: bytes, hos
         pool: What is served.
         identity_digest: Readers must have the same.
         host: Address to listen on.
+        tls: What this process shows to its peers and asks of them; None: plain connections.
 
     Returns:
         Sources by plane, most wanted first; the caller closes them.
@@ -25,6 +44,7 @@ def make_sources(config: WorkerConfig, pool: KvPool, identity_digest: bytes, hos
     Raises:
         ConfigError: One cannot work here.
     """
+    check_encryption(config.kv_transfer.transports, tls)
     makers: Mapping[str, Callable[[], PageSource]] = {
         "tcp": lambda: TcpPageSource(
             pool,
@@ -32,6 +52,7 @@ def make_sources(config: WorkerConfig, pool: KvPool, identity_digest: bytes, hos
             host=host,
             port=config.data_port,
             advertise_address=config.advertise_data_address,
+            tls=tls,
         ),
     }
     sources: dict[str, PageSource] = {}
@@ -44,20 +65,29 @@ def make_sources(config: WorkerConfig, pool: KvPool, identity_digest: bytes, hos
     return sources
 
 
-def make_sinks(config: WorkerConfig, pool: KvPool, identity_digest: bytes) -> dict[str, PageSink]:
+def make_sinks(config: WorkerConfig, pool: KvPool, identity_digest: bytes, tls: Tls | None) -> dict[str, PageSink]:
     """Makes what pulls into a pool.
 
     Args:
         config: The worker's.
         pool: What is written.
         identity_digest: Sources must have the same.
+        tls: As for `make_sources`.
 
     Returns:
         Sinks by plane, most wanted first; `TransferClient.close` closes them.
+
+    Raises:
+        ConfigError: One cannot work here.
     """
+    check_encryption(config.kv_transfer.transports, tls)
     makers: Mapping[str, Callable[[], PageSink]] = {
         "tcp": lambda: TcpPageSink(
-            pool, identity_digest, idle_s=config.pull_idle_s, min_bytes_per_s=config.pull_min_rate * 1e6
+            pool,
+            identity_digest,
+            idle_s=config.pull_idle_s,
+            min_bytes_per_s=config.pull_min_rate * 1e6,
+            tls=tls,
         ),
     }
     return {name: makers[name]() for name in config.kv_transfer.transports}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import ssl
 from collections.abc import Sequence
 
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -46,6 +47,11 @@ def send_all(sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None
         OSError: The socket failed or its timeout passed without progress (TimeoutError).
     """
     left = [memoryview(b) for b in buffers]
+    if isinstance(sock, ssl.SSLSocket):  # has no sendmsg; sends a record (16 KiB) at a time in any case
+        for view in left:
+            while view:
+                view = view[sock.send(view) :]
+        return
     while left:
         sent = sock.sendmsg(left)
         while left and sent >= len(left[0]):
@@ -55,6 +61,10 @@ def send_all(sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None
 
 
 def shut_down(sock: socket.socket) -> None:
-    """Ends a connection from any thread: its blocked reads and writes return at once."""
+    """Ends a connection from any thread: its blocked reads and writes return at once.
+
+    Not by `SSLSocket.shutdown`: that makes the socket a plain one under its thread, which would read on what came
+    encrypted.
+    """
     with contextlib.suppress(OSError):  # not connected any more
-        sock.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

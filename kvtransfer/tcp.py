@@ -10,15 +10,18 @@ from __future__ import annotations
 import asyncio
 import select
 import socket
+import ssl
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import xxhash
 
 from pdserve.core.errors import TransferError
+from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.sockets import Closed, send_all, shut_down, tune
@@ -100,6 +103,7 @@ class TcpPageSink:
         idle_s: A pull that receives nothing for this long fails, seconds.
         base_s: Time allowed for any pull, seconds.
         min_bytes_per_s: Beyond `base_s` a pull must be at least this fast.
+        tls: Sources must be members; None: plain connections.
     """
 
     capabilities = Capabilities(quiescent_cancel=True, zero_copy=True, device_memory=False)
@@ -113,8 +117,12 @@ class TcpPageSink:
         idle_s: float = 2.0,
         base_s: float = 5.0,
         min_bytes_per_s: float = 50e6,
+        tls: Tls | None = None,
     ) -> None:
         self._memory, self._digest = memory, identity_digest
+        self._tls = tls
+        if tls is not None:
+            self.capabilities = replace(self.capabilities, zero_copy=False)  # OpenSSL has a record in between
         self._idle_s, self._base_s, self._min_bytes_per_s = idle_s, base_s, min_bytes_per_s
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="kv-pull")
         self._lock = threading.Lock()
@@ -205,6 +213,9 @@ class TcpPageSink:
             raise TransferError(f"the source at {address} closed the connection", reason=reason) from e
         except TimeoutError as e:
             raise TransferError(f"the source at {address} is silent", reason="PULL_IDLE") from e
+        except ssl.SSLError as e:  # after our side of the handshake: the source refuses ours, or we are being cancelled
+            reason = "CANCELLED" if job.cancelled else "TLS_REFUSED"
+            raise TransferError(f"the source at {address} ended TLS: {e.reason}", reason=reason) from e
         except OSError as e:
             raise TransferError(f"connection to the source at {address}: {e}", reason="PEER_GONE") from e
         return job.num_bytes + len(ask)
@@ -218,7 +229,7 @@ class TcpPageSink:
                 sock.settimeout(self._idle_s)
                 send_all(sock, [ask])
                 job.receive(sock, header)
-            except (Closed, ConnectionError):
+            except (Closed, ConnectionError, ssl.SSLEOFError):
                 job.drop(sock)
             except BaseException:
                 job.drop(sock)
@@ -242,12 +253,16 @@ class TcpPageSink:
         except (ValueError, OSError) as e:
             raise TransferError(f"data address {address!r}: {e}", reason="BAD_ADDRESS") from e
         sock = socket.socket(family, kind, proto)
+        if self._tls is not None:
+            sock = self._tls.connect(sock)
         try:
             tune(sock)
             sock.settimeout(self._idle_s)
             job.hold(sock)
             sock.connect(target)
             job.hold(sock)  # a cancel while it was not connected could not shut it down
+            if isinstance(sock, ssl.SSLSocket):
+                _shake_hands(sock, address)
         except BaseException:
             job.drop(sock)
             raise
@@ -306,6 +321,17 @@ class TcpPageSink:
                 sock.close()
             if not socks:
                 del self._idle[key]
+
+
+def _shake_hands(sock: ssl.SSLSocket, address: str) -> None:
+    """Proves who the source is; whether it takes us shows at its first answer."""
+    try:
+        sock.do_handshake()
+    except ssl.SSLCertVerificationError as e:
+        raise TransferError(f"the source at {address} is no member: {e.verify_message}", reason="TLS_UNTRUSTED") from e
+    except (ssl.SSLError, ConnectionError) as e:
+        message = f"no TLS with the source at {address}, which may have none (--tls-cert-file): {e}"
+        raise TransferError(message, reason="TLS_FAILED") from e
 
 
 def _frame_or_error(header: memoryview) -> wire.Frame:

@@ -1,52 +1,38 @@
-"""TcpPageSource: serves pages of a pool over tcp, straight from pool memory to socket.
+"""TcpPageSource: serves pages of a pool over tcp, straight from pool memory to socket (with TLS: to OpenSSL).
 
-One thread accepts and reads hellos without blocking; a stranger never gets a thread, a buffer or a second message.
-Each authenticated connection has one thread. Invariant: while a thread sends pages of a transfer it is in that
-transfer's `readers`; `withdraw` takes the transfer out of the table, shuts its readers' sockets down and returns when
-there is none left. A shut-down socket makes its thread leave, whatever the peer does, so no time limit ever frees a
-page. A reader leaves the set before it sends END, so a finished pull is never cut.
+Strangers are the `Acceptor`'s business: none gets a thread or a buffer. Each authenticated connection has one thread.
+Invariant: while a thread sends pages of a transfer it is in that transfer's `readers`; `withdraw` takes the transfer
+out of the table, shuts its readers' sockets down and returns when there is none left. A shut-down socket makes its
+thread leave, whatever the peer does, so no time limit ever frees a page. A reader leaves the set before it sends END,
+so a finished pull is never cut.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
 import hmac
 import logging
 import secrets
-import selectors
 import socket
 import threading
-import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from pdserve.core.errors import ConfigError, TransferError
+from pdserve.core.errors import TransferError
 from pdserve.core.net import advertised_address
+from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
+from pdserve.kvtransfer.acceptor import Acceptor
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.sockets import Closed, recv_exactly, send_all, shut_down, tune
 from pdserve.kvtransfer.transport import SourcePageRef
 
-MAX_STRANGERS = 64
 MAX_CONNECTIONS = 256
 MAX_CONNECTIONS_PER_TOKEN = 16
-HELLO_TIMEOUT_S = 2.0
-NO_DESCRIPTOR_PAUSE_S = 0.1
 STUCK_READER_S = 5.0
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(eq=False)
-class _Stranger:
-    """A connection that has not said hello yet."""
-
-    sock: socket.socket
-    deadline_s: float
-    received: bytearray = field(default_factory=bytearray)
 
 
 @dataclass(eq=False)
@@ -69,6 +55,7 @@ class TcpPageSource:
         port: Port; 0 picks a free one.
         advertise_address: host:port that readers are told; None: what is listened on.
         send_idle_s: A reader that takes nothing for this long loses its connection, seconds.
+        tls: Readers must be members; None: plain connections.
 
     Raises:
         ConfigError: The port cannot be listened on.
@@ -83,31 +70,29 @@ class TcpPageSource:
         port: int = 0,
         advertise_address: str | None = None,
         send_idle_s: float = 5.0,
+        tls: Tls | None = None,
     ) -> None:
         self._memory, self._digest_prefix = memory, identity_digest[: wire.DIGEST_PREFIX_BYTES]
         self._send_idle_s = send_idle_s
-        try:
-            self._listener = socket.create_server((host, port), backlog=128)
-        except OSError as e:
-            raise ConfigError(f"--data-port {port}: cannot listen on {host}: {e.strerror}") from e
-        self._listener.setblocking(False)
-        self._address = advertise_address or advertised_address(host, self._listener.getsockname()[1])
-        self._lock = threading.RLock()  # guards everything below but the strangers
+        self._acceptor = Acceptor(host, port, self._admit, tls)
+        self._address = advertise_address or advertised_address(host, self._acceptor.port)
+        self._lock = threading.RLock()  # guards everything below
         self._tokens: dict[bytes, set[socket.socket]] = {}
         self._published: dict[str, _Published] = {}
         self._leaving: dict[str, _Published] = {}
         self._closing = False
-        self.num_refused = 0
         self._threads: set[threading.Thread] = set()
-        self._wake, self._woken = socket.socketpair()
-        self._strangers: dict[socket.socket, _Stranger] = {}
-        self._acceptor = threading.Thread(target=self._accept_loop, name="kv-accept", daemon=True)
         self._acceptor.start()
 
     @property
     def address(self) -> str:
         """See `PageSource`."""
         return self._address
+
+    @property
+    def num_refused(self) -> int:
+        """Connections that did not become a reader's."""
+        return self._acceptor.num_refused
 
     @property
     def num_connections(self) -> int:
@@ -154,76 +139,11 @@ class TcpPageSource:
             for token in list(self._tokens):
                 self.drop_reader(token)
             threads = list(self._threads)
-        with contextlib.suppress(OSError):
-            self._wake.send(b"x")
-        self._acceptor.join()
+        self._acceptor.close()
         for thread in threads:
             thread.join()
-        for sock in (self._wake, self._woken, self._listener):
-            sock.close()
 
-    # ---- strangers ---------------------------------------------------------------------------------------------------
-
-    def _accept_loop(self) -> None:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._listener, selectors.EVENT_READ)
-            selector.register(self._woken, selectors.EVENT_READ)
-            while not self._closing:
-                timeout = 0.5 if self._strangers else None
-                for key, _ in selector.select(timeout):
-                    if key.fileobj is self._listener:
-                        self._accept(selector)
-                    elif (stranger := self._strangers.get(key.fileobj)) is not None:  # type: ignore[call-overload]
-                        self._read_hello(selector, stranger)  # else it was refused a moment ago, to make room
-                now = time.monotonic()
-                for stranger in [s for s in self._strangers.values() if s.deadline_s <= now]:
-                    self._refuse(selector, stranger)
-            for stranger in list(self._strangers.values()):
-                self._refuse(selector, stranger)
-
-    def _accept(self, selector: selectors.BaseSelector) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError as e:  # the peer left before we looked, or descriptors are short: the next one may do better
-            if e.errno in (errno.EMFILE, errno.ENFILE):
-                time.sleep(NO_DESCRIPTOR_PAUSE_S)  # the peer still waits: without a pause this thread would spin
-            return
-        sock.setblocking(False)
-        if len(self._strangers) >= MAX_STRANGERS:
-            self._refuse(selector, next(iter(self._strangers.values())))
-        self._strangers[sock] = _Stranger(sock, time.monotonic() + HELLO_TIMEOUT_S)
-        selector.register(sock, selectors.EVENT_READ)
-
-    def _read_hello(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
-        try:
-            part = stranger.sock.recv(wire.HEADER_BYTES - len(stranger.received))
-        except BlockingIOError:
-            return
-        except OSError:
-            part = b""
-        stranger.received += part
-        if part and len(stranger.received) < wire.HEADER_BYTES:
-            return
-        try:
-            hello = wire.decode_header(stranger.received)
-        except TransferError:
-            hello = None
-        if not isinstance(hello, wire.HelloFrame):
-            self._refuse(selector, stranger)
-            return
-        self._forget(selector, stranger)
-        if not self._admit(stranger.sock, hello):
-            self.num_refused += 1
-            stranger.sock.close()
-
-    def _refuse(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
-        self.num_refused += 1
-        self._forget(selector, stranger)
-        stranger.sock.close()
-
-    def _forget(self, selector: selectors.BaseSelector, stranger: _Stranger) -> None:
-        selector.unregister(stranger.sock)
-        del self._strangers[stranger.sock]
+    # ---- readers -----------------------------------------------------------------------------------------------------
 
     def _admit(self, sock: socket.socket, hello: wire.HelloFrame) -> bool:
         """Gives a connection with a valid token its thread."""
@@ -243,8 +163,6 @@ class TcpPageSource:
             self._tokens[token].add(sock)
             self._threads.add(thread)
             return True
-
-    # ---- readers -----------------------------------------------------------------------------------------------------
 
     def _serve(self, sock: socket.socket, token: bytes) -> None:
         header = bytearray(wire.HEADER_BYTES)

@@ -50,6 +50,7 @@ class ErrCode(IntEnum):
     ERR_STALE = 1
     ERR_BAD_FRAME = 2
     ERR_BUSY = 3
+    ERR_TLS = 4
 
 
 @dataclass(frozen=True, slots=True)

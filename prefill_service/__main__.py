@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from pdserve.core.config import ServiceConfig, WorkerConfig, load, run_main
 from pdserve.core.request import Role
+from pdserve.core.tls import TlsConfig
 from pdserve.core.worker_app import run_worker
 from pdserve.engine.config import EngineConfig
 from pdserve.prefill_service.worker import PrefillWorker
@@ -24,10 +25,10 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         Exit status, see `core.worker_app.run_worker`.
     """
-    sections = {"Service": ServiceConfig, "Worker": WorkerConfig, "Engine": EngineConfig}
-    service, worker, engine = load("pdserve prefill", DESCRIPTION, sections, argv)
+    sections = {"Service": ServiceConfig, "Worker": WorkerConfig, "TLS": TlsConfig, "Engine": EngineConfig}
+    service, worker, tls, engine = load("pdserve prefill", DESCRIPTION, sections, argv)
     engine.check_prefill()
-    return run_worker(Role.PREFILL, PrefillWorker(engine), service, worker)
+    return run_worker(Role.PREFILL, PrefillWorker(engine), service, worker, tls)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class PrefillWorker:
         pool = built.pool_memory
         assert isinstance(pool, KvPool)
         self._stack.callback(pool.close)
-        sources = planes.make_sources(context.worker, pool, built.identity_digest, context.service.host)
+        sources = planes.make_sources(context.worker, pool, built.identity_digest, context.service.host, context.tls)
         self._stack.push_async_callback(asyncio.to_thread, planes.close_sources, sources)
         loaded = LoadedWorker(
             identity_digest=built.identity_digest,

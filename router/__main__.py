@@ -9,6 +9,7 @@ from pdserve.core.config import load
 from pdserve.core.errors import ConfigError
 from pdserve.core.log import setup_logging
 from pdserve.core.process import run_async
+from pdserve.core.tls import TlsConfig
 from pdserve.router.app import RouterApp
 from pdserve.router.config import RouterConfig, RouterServiceConfig
 
@@ -18,15 +19,15 @@ order in which routers and workers start does not matter. Needs no GPU and no mo
 
   pdserve router --model DIR --redis-url redis://127.0.0.1:6379/0"""
 
-SECTIONS = {"Service": RouterServiceConfig, "Router": RouterConfig}
+SECTIONS = {"Service": RouterServiceConfig, "TLS": TlsConfig, "Router": RouterConfig}
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the router; returns the exit status: 0 drained, 1 cut short, 2 cannot start as configured."""
     try:
-        service, config = load("pdserve router", DESCRIPTION, SECTIONS, argv)
+        service, tls, config = load("pdserve router", DESCRIPTION, SECTIONS, argv)
         setup_logging(service.log_level)
-        return run_async(RouterApp(service, config).run())
+        return run_async(RouterApp(service, config, tls).run())
     except ConfigError as e:
         sys.stderr.write(f"pdserve router: {e.message}\n")
         return 2

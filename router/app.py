@@ -20,17 +20,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import grpc.aio
 from prometheus_client import CollectorRegistry
 
 from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import ConfigError
-from pdserve.core.grpc_server import GrpcServer, channel_options
+from pdserve.core.grpc_server import GrpcServer, open_channel
 from pdserve.core.net import format_address
 from pdserve.core.process import StopSignals, announce, ready_line
 from pdserve.core.redis_client import open_redis
 from pdserve.core.registry import Registry
 from pdserve.core.telemetry import MetricsServer, RouterMetrics
+from pdserve.core.tls import TlsConfig, load_tls
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import Tracing
 from pdserve.router.config import RouterConfig, RouterServiceConfig
@@ -57,14 +57,21 @@ class RouterApp:
     Args:
         service: Configuration.
         config: Configuration.
+        tls_config: Of the connections to workers; clients come without TLS.
         announce: Where the READY line goes.
     """
 
     def __init__(
-        self, service: RouterServiceConfig, config: RouterConfig, *, announce: Callable[[str], None] = announce
+        self,
+        service: RouterServiceConfig,
+        config: RouterConfig,
+        tls_config: TlsConfig | None = None,
+        *,
+        announce: Callable[[str], None] = announce,
     ) -> None:
         self._service = service
         self._config = config
+        self._tls_config = tls_config or TlsConfig()
         self._announce = announce
         self._clock: Clock = MonotonicClock()
         self._model = config.served_model_name or Path(config.model).name
@@ -85,6 +92,7 @@ class RouterApp:
     async def _run(self, signals: StopSignals, stack: AsyncExitStack) -> int:
         # What is entered here is left in reverse order, whatever happens.
         service, config, clock = self._service, self._config, self._clock
+        tls = load_tls(self._tls_config)
         tokenizer = load_tokenizer(config.model)
         limit: list[asyncio.TimerHandle] = []  # on the steps that stop what is entered below
         stack.callback(lambda: limit[0].cancel() if limit else None)
@@ -129,7 +137,7 @@ class RouterApp:
             clock,
             heartbeat_s=config.heartbeat_s,
             worker_timeout_s=config.worker_timeout_s,
-            open_channel=partial(grpc.aio.insecure_channel, options=channel_options(service.max_message_bytes)),
+            open_channel=partial(open_channel, max_message_bytes=service.max_message_bytes, tls=tls),
             count_late=metrics.late_messages.inc,
         )
         connecting = await stack.enter_async_context(_background(connector.run()))

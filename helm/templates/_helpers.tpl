@@ -90,11 +90,21 @@ capabilities:
 {{- with .Values.otlpTracesEndpoint }}
 - --otlp-traces-endpoint={{ . }}
 {{- end }}
+{{- if .Values.tls.secretName }}
+- --tls-cert-file=/tls/tls.crt
+- --tls-key-file=/tls/tls.key
+- --tls-ca-file=/tls/ca.crt
+- --tls-peer-name={{ .Values.tls.peerName }}
+- --require-tls
+{{- end }}
 {{- end -}}
 
 {{- /* Flags of every worker. */ -}}
 {{- define "pdserve.workerArgs" -}}
 - --kv-lease-s={{ .Values.kvLeaseSeconds }}
+{{- if .Values.tls.secretName }}
+- --health-port=50052
+{{- end }}
 {{- with .Values.engine }}
 - --device={{ .device }}
 - --dtype={{ .dtype }}
@@ -154,6 +164,9 @@ Pod template of one of our services.
 {{- define "pdserve.podTemplate" -}}
 {{- $root := .root -}}
 {{- $grace := add $root.Values.drainGraceSeconds $root.Values.kvLeaseSeconds .preStopSeconds 15 -}}
+{{- /* the kubelet speaks no TLS */ -}}
+{{- $plainHealth := and $root.Values.tls.secretName (eq .health "pdserve.v1.Worker") -}}
+{{- $probePort := ternary 50052 50051 (not (not $plainHealth)) -}}
 metadata:
   labels:
     {{- include "pdserve.labels" . | nindent 4 }}
@@ -232,19 +245,22 @@ spec:
         {{- if .dataPort }}
         - {name: data, containerPort: 50061}
         {{- end }}
+        {{- if $plainHealth }}
+        - {name: health, containerPort: 50052}
+        {{- end }}
       # loading a large model takes minutes: ten of them before liveness counts
       startupProbe:
-        grpc: {port: 50051, service: ""}
+        grpc: {port: {{ $probePort }}, service: ""}
         periodSeconds: 5
         timeoutSeconds: 3
         failureThreshold: 120
       livenessProbe:
-        grpc: {port: 50051, service: ""}
+        grpc: {port: {{ $probePort }}, service: ""}
         periodSeconds: 10
         timeoutSeconds: 5
         failureThreshold: 3
       readinessProbe:
-        grpc: {port: 50051, service: {{ .health }}}
+        grpc: {port: {{ $probePort }}, service: {{ .health }}}
         periodSeconds: 5
         timeoutSeconds: 3
         failureThreshold: 2
@@ -262,9 +278,18 @@ spec:
       volumeMounts:
         - {name: cache, mountPath: /cache}
         - {name: tmp, mountPath: /tmp}
+        {{- if $root.Values.tls.secretName }}
+        - {name: tls, mountPath: /tls, readOnly: true}
+        {{- end }}
   volumes:
     - name: tmp
       emptyDir: {}
+    {{- if $root.Values.tls.secretName }}
+    - name: tls
+      secret:
+        secretName: {{ $root.Values.tls.secretName }}
+        defaultMode: 0440
+    {{- end }}
     {{- if not .claim }}
     - name: cache
       emptyDir:
@@ -305,7 +330,12 @@ spec:
   selector:
     {{- include "pdserve.selector" . | nindent 4 }}
   ports:
-    - {name: grpc, port: 50051, targetPort: grpc, appProtocol: kubernetes.io/h2c}
+    - name: grpc
+      port: 50051
+      targetPort: grpc
+      {{- if not $root.Values.tls.secretName }}
+      appProtocol: kubernetes.io/h2c
+      {{- end }}
 ---
 apiVersion: apps/v1
 kind: StatefulSet

@@ -14,9 +14,12 @@ import grpc
 import pytest
 
 from pdserve.cli import __main__ as cli
-from pdserve.cli import status
+from pdserve.cli import status, up
 from pdserve.cli.processes import Child, usable_cores
+from pdserve.core.config import load
 from pdserve.core.errors import ConfigError, EngineError
+from pdserve.core.tls import TlsConfig
+from pdserve.engine.config import EngineConfig
 from tests.client.scripted import accepted, delta, finished, hello, refuse, serving, silent
 
 NOBODY = "127.0.0.1:1"
@@ -29,7 +32,7 @@ def test_help_names_every_command_and_a_first_one_to_try(capsys: pytest.CaptureF
     assert cli.main([]) == 2
 
 
-@pytest.mark.parametrize("words", [["generate"], ["status"], ["fetch-model"], ["bench"], ["bench", "serve"]])
+@pytest.mark.parametrize("words", [["generate"], ["status"], ["fetch-model"], ["bench"], ["bench", "serve"], ["certs"]])
 def test_each_command_explains_itself(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     try:
         assert cli.main([*words, "--help"]) == 0
@@ -52,6 +55,13 @@ def test_each_command_explains_itself(words: list[str], capsys: pytest.CaptureFi
         (["decode", "--batching", "dynamic"], "--batching is 'dynamic'"),
         (["up", "--batching", "static"], "use --prefill 0 --decode 0 --mixed 1, or pdserve.LLM"),
         (["up", "--prefill", "65"], "--prefill is 65; it must be at most 64 workers"),
+        (["prefill", "--require-tls"], "--require-tls needs --tls-cert-file"),
+        (["router", "--tls-ca-file", "ca.crt"], "--tls-cert-file, --tls-key-file"),
+        (["decode", "--require-tls"], "--require-tls needs --tls-cert-file"),
+        (
+            ["up", "--tls-cert-file", "/no", "--tls-key-file", "/no", "--tls-ca-file", "/no"],
+            "--tls-cert-file /no: No such",
+        ),
         (["decode", "--role", "mixed", "--batch-size", "8"], "--batch-size is 8"),
         (["bench", "engine", "interference", "--quick", "--num-decodes", "4"], "--num-decodes is 4"),
     ],
@@ -64,6 +74,14 @@ def test_a_wrong_command_line_is_2_and_says_what_to_do(
     except SystemExit as e:
         code = e.code
     assert code == 2 and said in capsys.readouterr().err
+
+
+def test_the_launcher_hands_its_options_on_as_they_are() -> None:
+    given = EngineConfig(runner="fake", enable_prefix_caching=False, num_pages=7)
+    secured = TlsConfig(tls_cert_file="c", tls_key_file="k", tls_ca_file="a", require_tls=True)
+    for config in (given, secured):
+        (again,) = load("test", "", {"": type(config)}, up._flags(config), {})
+        assert again == config
 
 
 @pytest.mark.parametrize(

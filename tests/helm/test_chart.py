@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from pdserve.core.config import ServiceConfig, WorkerConfig, load
+from pdserve.core.tls import TlsConfig
 from pdserve.decode_service.__main__ import RoleConfig
 from pdserve.engine.config import EngineConfig
 from pdserve.router.config import RouterConfig, RouterServiceConfig
@@ -31,9 +32,9 @@ from tests.helm.chart import (
 
 KUBERNETES = "1.37"
 CONFIGS: dict[str, tuple[type, ...]] = {
-    "router": (RouterServiceConfig, RouterConfig),
-    "prefill": (ServiceConfig, WorkerConfig, EngineConfig),
-    "decode": (ServiceConfig, WorkerConfig, EngineConfig, RoleConfig),
+    "router": (RouterServiceConfig, TlsConfig, RouterConfig),
+    "prefill": (ServiceConfig, WorkerConfig, TlsConfig, EngineConfig),
+    "decode": (ServiceConfig, WorkerConfig, TlsConfig, EngineConfig, RoleConfig),
 }
 FIELDS = {"status.podIP": "10.0.0.7", "metadata.name": "release-pdserve-decode-0"}
 every_version = pytest.mark.parametrize("version", HELM_VERSIONS)
@@ -238,6 +239,24 @@ def test_a_fixed_batch_of_mixed_workers() -> None:
     assert (options["batching"], options["batch_size"], options["batch_window_ms"]) == ("dynamic", 8, 0)
 
 
+def test_tls_is_required_of_all_and_probes_stay_plain() -> None:
+    settings = "tls.secretName=certificates"
+    for component, spec in pod_specs(render(None, "--set", settings)):
+        if component not in SERVICES:
+            continue
+        options, container = _options(component, settings), spec["containers"][0]
+        assert options["require_tls"] and options["tls_peer_name"] == "pdserve"
+        (mount,) = (m["mountPath"] for m in container["volumeMounts"] if m["name"] == "tls")
+        (secret,) = (v["secret"] for v in spec["volumes"] if v["name"] == "tls")
+        assert secret["secretName"] == "certificates"
+        files = [options[f"tls_{name}_file"] for name in ("cert", "key", "ca")]
+        assert files == [f"{mount}/{name}" for name in ("tls.crt", "tls.key", "ca.crt")]
+        ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+        probed = {container[f"{kind}Probe"]["grpc"]["port"] for kind in ("startup", "liveness", "readiness")}
+        assert probed == {ports["grpc"] if component == "router" else ports["health"]}
+        assert options.get("health_port") == (None if component == "router" else ports["health"])
+
+
 def test_dashboard_is_shipped_as_it_is() -> None:
     (config_map,) = (d for d in render() if d["kind"] == "ConfigMap")
     assert config_map["metadata"]["labels"]["grafana_dashboard"] == "1"
@@ -259,6 +278,7 @@ GIVEN = {
     "observability.podMonitor.interval": "observability.podMonitor.enabled=true",
     "observability.podMonitor.labels": "observability.podMonitor.enabled=true",
     "engine.batching": "decode.role=mixed",
+    "tls.peerName": "tls.secretName=certificates",
 }
 # Changes of values whose allowed values are few.
 CHANGES = {

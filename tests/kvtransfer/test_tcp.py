@@ -20,7 +20,7 @@ import pytest
 import xxhash
 
 from pdserve.core.errors import TransferError
-from pdserve.kvtransfer import tcp_source, wire
+from pdserve.kvtransfer import acceptor, wire
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.tcp import MAX_PER_PEER, TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import SourcePageRef
@@ -138,11 +138,11 @@ def test_the_oldest_stranger_speaks_while_it_is_sent_away(monkeypatch: pytest.Mo
         async with pair() as p:
             host, port = p.source.address.split(":")
             strangers = [socket.create_connection((host, int(port)), timeout=10) for _ in range(4)]
-            await eventually(lambda: len(p.source._strangers) == 4)
+            await eventually(lambda: len(p.source._acceptor._strangers) == 4)
             with p.source._lock:  # the accepting thread waits here with the hello that comes now
                 strangers[-1].sendall(wire.encode_hello(p.token, DIGEST))
-                await eventually(lambda: len(p.source._strangers) == 3)
-                monkeypatch.setattr(tcp_source, "MAX_STRANGERS", 2)
+                await eventually(lambda: len(p.source._acceptor._strangers) == 3)
+                monkeypatch.setattr(acceptor, "MAX_STRANGERS", 2)
                 strangers.append(socket.create_connection((host, int(port)), timeout=10))
                 strangers[0].sendall(b"x")
             pages = p.refs(range(2))
@@ -166,7 +166,7 @@ def test_without_descriptors_the_accepting_thread_rests_and_then_goes_on(monkeyp
                 return accept(listener)
 
             monkeypatch.setattr(socket.socket, "accept", short_of_descriptors)
-            monkeypatch.setattr(tcp_source, "time", SimpleNamespace(sleep=rests.append, monotonic=time.monotonic))
+            monkeypatch.setattr(acceptor, "time", SimpleNamespace(sleep=rests.append, monotonic=time.monotonic))
             pages = p.refs(range(2))
             p.source.publish("t", p.token, pages)
             await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
@@ -294,7 +294,7 @@ def test_a_peer_that_breaks_the_protocol_is_a_typed_error() -> None:
 # A source in a process of its own, which sends `sent` whole pages and a half one, says so, and waits.
 HALF_SOURCE = """
 import socket, sys
-from pdserve.kvtransfer import tcp_source, wire
+from pdserve.kvtransfer import wire
 page_bytes, sent = int(sys.argv[1]), int(sys.argv[2])
 listener = socket.create_server(("127.0.0.1", 0))
 print(listener.getsockname()[1], flush=True)

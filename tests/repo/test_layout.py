@@ -30,6 +30,7 @@ CONFIG_MODULES = (
     "pdserve.bench.transfer_args",
     "pdserve.cli.up",
     "pdserve.core.config",
+    "pdserve.core.tls",
     "pdserve.decode_service.__main__",
     "pdserve.engine.config",
     "pdserve.router.config",
