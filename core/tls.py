@@ -43,7 +43,9 @@ class TlsConfig:
     tls_key_file: str | None = option(None, "PEM key of --tls-cert-file, without a passphrase")
     tls_ca_file: str | None = option(None, "PEM certificates of the authorities whose certificates peers may show")
     tls_peer_name: str = option("pdserve", "DNS name that the certificate of every router and worker must carry")
-    require_tls: bool = option(False, "refuse to start without the files above, or with a KV data plane that cannot encrypt")
+    require_tls: bool = option(
+        False, "refuse to start without the files above, or with a KV data plane that cannot encrypt"
+    )
 
     def __post_init__(self) -> None:
         check(self)

@@ -11,7 +11,6 @@ from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import PageSink, PageSource
 
-
 NEVER_IN_THE_CLEAR = ("tcp", "shm")
 """Planes that encrypt where the process has TLS, or that do not leave the host."""
 
@@ -28,7 +27,9 @@ def check_encryption(transports: Iterable[str], tls: Tls | None) -> None:
         raise ConfigError(f"--require-tls: {names} would send pages in the clear; take it out of --kv-transfer-config")
 
 
-def make_sources(config: WorkerConfig, pool: KvPool, identity_digest: bytes, host: str, tls: Tls | None) -> dict[str, PageSource]:
+def make_sources(
+    config: WorkerConfig, pool: KvPool, identity_digest: bytes, host: str, tls: Tls | None
+) -> dict[str, PageSource]:
     """Starts to offer a pool.
 
     Args:

@@ -22,6 +22,8 @@ from tests.e2e.test_fake_path import ENGINE_FLAGS, assert_all_free, prompt_of
 from tests.support.certificates import client_hello, flags, member
 from tests.support.deployment import Deployment, deploy, wait_until
 
+TCP_ONLY = ["--kv-transfer-config", '{"transports": ["tcp"]}']
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> TlsConfig:
@@ -31,8 +33,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> TlsConfig:
 @pytest.fixture(scope="module")
 def secured(tmp_path_factory: pytest.TempPathFactory, files: TlsConfig) -> Iterator[Deployment]:
     common = [*flags(files), "--require-tls"]
+    engine = [*ENGINE_FLAGS, *TCP_ONLY]  # on one host pages would not travel otherwise
     with deploy(
-        tmp_path_factory.mktemp("pd"), "fake", ("prefill-0", "decode-0"), ENGINE_FLAGS, common_flags=common
+        tmp_path_factory.mktemp("pd"), "fake", ("prefill-0", "decode-0"), engine, common_flags=common
     ) as running:
         yield running
 
