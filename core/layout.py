@@ -17,6 +17,7 @@ from functools import cached_property
 from pdserve.core.errors import ConfigError, TransferError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+MAX_JSON_CHARS = 64 << 10
 
 
 @dataclass(frozen=True)
@@ -110,13 +111,15 @@ class KVLayout:
         Raises:
             TransferError: The text is not a layout.
         """
+        if len(text) > MAX_JSON_CHARS:
+            raise TransferError(f"peer sent a KV layout of {len(text)} characters", reason="BAD_LAYOUT")
         try:
             raw = json.loads(text)
             groups = tuple(
                 LayerGroup(tuple(g["layers"]), g["num_kv_heads"], g["k_dim"], g["v_dim"]) for g in raw["groups"]
             )
             return cls(raw["page_size"], raw["dtype"], groups)
-        except (ValueError, KeyError, TypeError, ConfigError) as e:
+        except (ValueError, KeyError, TypeError, RecursionError, ConfigError) as e:
             raise TransferError(f"peer sent a KV layout that cannot be read: {e}", reason="BAD_LAYOUT") from e
 
 

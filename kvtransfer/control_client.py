@@ -22,15 +22,18 @@ from pdserve.core.errors import TransferError
 from pdserve.core.grpc_server import channel_options
 from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer import handoff, negotiation
-from pdserve.kvtransfer.control_server import OUTCOMES, PROTOCOL_VERSION
+from pdserve.kvtransfer.control_messages import OUTCOMES
 from pdserve.kvtransfer.handoff import SinkTransfer, TransferState
+from pdserve.kvtransfer.negotiation import OLDEST_VERSION, PROTOCOL_VERSION
 from pdserve.kvtransfer.transport import PageSink, SourcePageRef
+from pdserve.kvtransfer.wire import TOKEN_BYTES
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 INTEGRITY_MODES = ("host", "none")
 MAX_MESSAGE_BYTES = 16 << 20  # a watermark names its pages in about 20 bytes each
+MIN_RENEWAL_S = 0.05
 OUTCOME_OF_STATE = {state: outcome for outcome, state in OUTCOMES.items()}
 ControlCall = grpc.aio.StreamStreamCall[pb.ControlRequest, pb.ControlResponse]
 
@@ -253,7 +256,7 @@ class _ControlStream:
                 first = await self._read(call, client.connect_timeout_s)
                 if first.WhichOneof("message") != "welcome":
                     raise TransferError("prefill did not begin with a welcome", reason="BAD_WELCOME")
-                self._check_integrity(first.welcome)
+                self._check(first.welcome)
                 self.sink = self._sink_of(first.welcome)
                 self.welcome = first.welcome
                 reading = asyncio.create_task(self._listen(call))
@@ -275,9 +278,17 @@ class _ControlStream:
                 await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
 
-    def _check_integrity(self, welcome: pb.TransferWelcome) -> None:
-        if welcome.integrity not in INTEGRITY_MODES:
-            raise TransferError(f"prefill offers integrity {welcome.integrity!r}", reason="BAD_WELCOME")
+    def _check(self, welcome: pb.TransferWelcome) -> None:
+        if not OLDEST_VERSION <= welcome.protocol_version <= PROTOCOL_VERSION:
+            raise TransferError(
+                f"prefill worker {self.peer.worker_id} wants to speak version {welcome.protocol_version}; versions "
+                f"{OLDEST_VERSION} to {PROTOCOL_VERSION} are spoken here",
+                reason="PROTOCOL_VERSION",
+                status="FAILED_PRECONDITION",
+            )
+        if welcome.integrity not in INTEGRITY_MODES or not welcome.lease_ms or len(welcome.data_token) != TOKEN_BYTES:
+            sizes = f"lease of {welcome.lease_ms} ms, token of {len(welcome.data_token)} bytes"
+            raise TransferError(f"prefill offers integrity {welcome.integrity!r}, {sizes}", reason="BAD_WELCOME")
         if self._client.integrity == "host" and welcome.integrity != "host":
             raise TransferError(
                 f"prefill worker {self.peer.worker_id} sends no page checksums and this worker wants them: start both "
@@ -317,7 +328,7 @@ class _ControlStream:
     async def _renew(self) -> None:
         assert self.welcome is not None
         while True:
-            await self._client.clock.sleep(self.welcome.lease_ms / 5000)
+            await self._client.clock.sleep(max(self.welcome.lease_ms / 5000, MIN_RENEWAL_S))
             if self.transfers:
                 self.send(pb.ControlRequest(renew=pb.RenewTransfers(transfer_ids=list(self.transfers))))
 

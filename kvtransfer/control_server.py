@@ -24,6 +24,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, TransferError
 from pdserve.core.layout import KVLayout, incompatibility
 from pdserve.kvtransfer import handoff, negotiation
+from pdserve.kvtransfer.control_messages import OUTCOMES, closed, manifest
 from pdserve.kvtransfer.handoff import SourceTransfer, TransferState
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.transport import PageSource, SourcePageRef
@@ -31,15 +32,9 @@ from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
-PROTOCOL_VERSION = 1
 MAX_TRANSFER_ID_BYTES = 128
 MAX_OUTBOX = 4096
 MAX_REMEMBERED = 4096
-OUTCOMES = {
-    pb.TRANSFER_OUTCOME_COMPLETE: TransferState.COMPLETE,
-    pb.TRANSFER_OUTCOME_ABORTED: TransferState.ABORTED,
-    pb.TRANSFER_OUTCOME_FAILED: TransferState.FAILED,
-}
 
 
 class PageGeneration(Protocol):
@@ -266,7 +261,8 @@ class TransferServer(rpc.KvTransferServicer):
         stream = _Stream(hello.worker_id, transport, source, source.new_reader())
         log.info("decode worker %s reads pages over %s", stream.peer, transport)
         self._streams.add(stream)
-        writer = asyncio.create_task(self._write(stream, context))
+        version = negotiation.version(hello.protocol_version)
+        writer = asyncio.create_task(self._write(stream, context, version))
         reader = asyncio.create_task(self._read(stream, context))
         stops = [asyncio.create_task(e.wait()) for e in (stream.overflow, self._stopping)]
         try:
@@ -297,6 +293,7 @@ class TransferServer(rpc.KvTransferServicer):
         Raises:
             TransferError: The pair does not fit.
         """
+        negotiation.version(hello.protocol_version)
         if (refusal := self._refusal(hello)) is not None:
             raise TransferError(refusal[1], reason=refusal[0])
         near = negotiation.same_host(self._host_id, hello.host_id)
@@ -304,8 +301,6 @@ class TransferServer(rpc.KvTransferServicer):
 
     def _refusal(self, hello: pb.TransferHello) -> tuple[str, str] | None:
         """Reason and sentence why the pair does not fit, or None."""
-        if hello.protocol_version != PROTOCOL_VERSION:
-            return "PROTOCOL_VERSION", f"version {PROTOCOL_VERSION} here, {hello.protocol_version} there"
         if hello.expected_incarnation != self._incarnation:
             return "INCARNATION", f"this process is {self._incarnation}, not {hello.expected_incarnation}"
         if hello.identity_digest != self._identity_digest:
@@ -317,10 +312,10 @@ class TransferServer(rpc.KvTransferServicer):
         return ("LAYOUT", reason) if reason else None
 
     async def _write(
-        self, stream: _Stream, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]
+        self, stream: _Stream, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse], version: int
     ) -> None:
         welcome = pb.TransferWelcome(
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=version,
             incarnation=self._incarnation,
             data_address=stream.source.address,
             data_token=stream.token,
@@ -357,6 +352,9 @@ class TransferServer(rpc.KvTransferServicer):
     async def _on_open(self, stream: _Stream, message: pb.OpenTransfer) -> None:
         transfer_id, entry = message.transfer_id, self._entries.get(message.transfer_id)
         over = entry.transfer.reason if entry is not None and entry.transfer.state in handoff.TERMINAL else None
+        if over is None and transfer_id in stream.open:
+            self.num_late += 1  # it came twice
+            return
         if entry is not None and entry.stream is None and over is None:
             self._open(transfer_id, stream, message.num_cached_pages)
             return
@@ -367,7 +365,7 @@ class TransferServer(rpc.KvTransferServicer):
             return
         reason = over or self._ended.get(transfer_id, "UNKNOWN_TRANSFER")
         self.num_late += 1
-        await stream.outbox.put(_closed(transfer_id, reason))  # a flood waits here for its own answers to be read
+        await stream.outbox.put(closed(transfer_id, reason))  # a flood waits here for its own answers to be read
 
     def _open(self, transfer_id: str, stream: _Stream, num_cached_pages: int) -> None:
         self._entries[transfer_id].stream = stream
@@ -416,10 +414,10 @@ class TransferServer(rpc.KvTransferServicer):
                 entry.stream.send(pb.ControlResponse(watermark=watermark))
             case handoff.SendManifest():
                 assert entry.stream is not None
-                entry.stream.send(pb.ControlResponse(manifest=_manifest(transfer_id, action.manifest)))
+                entry.stream.send(pb.ControlResponse(manifest=manifest(transfer_id, action.manifest)))
             case handoff.SendClosed():
                 assert entry.stream is not None
-                entry.stream.send(_closed(transfer_id, action.reason))
+                entry.stream.send(closed(transfer_id, action.reason))
             case handoff.Withdraw():
                 self._work.start(self._withdraw(transfer_id, entry.stream), f"withdrawal of {transfer_id}")
             case handoff.ReportEnded():
@@ -475,25 +473,9 @@ class TransferServer(rpc.KvTransferServicer):
         for stream in self._streams:
             while stream.pending and next(iter(stream.pending.values()))[1] <= now:
                 transfer_id, _ = stream.pending.popitem(last=False)
-                stream.send(_closed(transfer_id, "UNKNOWN_TRANSFER"))
+                stream.send(closed(transfer_id, "UNKNOWN_TRANSFER"))
                 self.num_late += 1
 
 
 def _log_failure(error: PdserveError) -> None:
     log.error("KV transfer server: %s (%s)", error.message, error.reason)
-
-
-def _closed(transfer_id: str, reason: str) -> pb.ControlResponse:
-    return pb.ControlResponse(closed=pb.TransferClosed(transfer_id=transfer_id, reason=reason))
-
-
-def _manifest(transfer_id: str, facts: handoff.ManifestFacts) -> pb.Manifest:
-    return pb.Manifest(
-        transfer_id=transfer_id,
-        num_pages=facts.num_pages,
-        num_tokens=facts.num_tokens,
-        token_id=facts.token_id,
-        index=facts.index,
-        prompt_digest=facts.prompt_digest,
-        finished=facts.finished,
-    )

@@ -1,4 +1,4 @@
-"""Which data plane the two workers of a pair use. Decode says what it has, most wanted first; prefill decides."""
+"""What the two workers of a pair speak: a version, and a data plane. Decode says what it has; prefill decides."""
 
 from __future__ import annotations
 
@@ -7,10 +7,29 @@ from pathlib import Path
 
 from pdserve.core.errors import TransferError
 
+PROTOCOL_VERSION = 1
+"""Counts changes of meaning; additions do not count."""
+OLDEST_VERSION = 1
+"""The version before, or the first."""
 BEFORE_NEGOTIATION = "tcp"
 """What a peer means that names no plane: it is of a version that had this one only."""
 SAME_HOST_ONLY = frozenset({"shm"})
 _MAX_NAMES_TOLD = 8
+
+
+def version(theirs: int) -> int:
+    """The version of a stream whose decode side speaks `theirs` at most.
+
+    Raises:
+        TransferError: PROTOCOL_VERSION: it is older than any that is spoken here.
+    """
+    if theirs < OLDEST_VERSION:
+        raise TransferError(
+            f"versions {OLDEST_VERSION} to {PROTOCOL_VERSION} are spoken here, {theirs} at most there",
+            reason="PROTOCOL_VERSION",
+            status="FAILED_PRECONDITION",
+        )
+    return min(theirs, PROTOCOL_VERSION)
 
 
 def choose(wanted: Sequence[str], offered: Iterable[str], *, same_host: bool) -> str:

@@ -250,7 +250,7 @@ class TcpPageSink:
         host, _, port = address.rpartition(":")
         try:
             family, kind, proto, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        except (ValueError, OSError) as e:
+        except (ValueError, OverflowError, OSError) as e:
             raise TransferError(f"data address {address!r}: {e}", reason="BAD_ADDRESS") from e
         sock = socket.socket(family, kind, proto)
         if self._tls is not None:

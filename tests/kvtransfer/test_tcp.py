@@ -22,6 +22,7 @@ import xxhash
 from pdserve.core.errors import TransferError
 from pdserve.kvtransfer import acceptor, wire
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.sockets import shut_down
 from pdserve.kvtransfer.tcp import MAX_PER_PEER, TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import SourcePageRef
 
@@ -228,6 +229,23 @@ def test_connections_to_a_source_that_is_gone_are_not_kept() -> None:
                 other.close()
                 there.close()
                 assert len(p.sink._idle) == 1, i
+
+    run(body())
+
+
+def test_a_kept_connection_that_died_is_replaced() -> None:
+    """Idle for long, cut by something between the two: the next pull must not pay for it."""
+
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(4))
+            p.source.publish("t", p.token, pages)
+            await p.sink.pull(p.source.address, p.token, "t", pages[:2], [0, 1])
+            for kept in p.sink._idle[(p.source.address, p.token)]:
+                shut_down(kept)
+            await eventually(lambda: p.source.num_connections == 0)
+            await p.sink.pull(p.source.address, p.token, "t", pages[2:], [2, 3])
+            assert all(p.here.page(i) == p.there.page(i) for i in range(4))
 
     run(body())
 

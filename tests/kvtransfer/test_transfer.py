@@ -175,42 +175,6 @@ def test_a_manifest_that_does_not_match_fails_the_transfer() -> None:
     run(body())
 
 
-STAGES = ("new", "opened", "pulling", "manifest")
-
-
-@pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize("side", ["decode", "prefill"])
-def test_abort_in_every_state_from_either_side_twice(stage: str, side: str) -> None:
-    async def body() -> None:
-        async with world() as w:
-            w.server.offer("t", 2)
-            incoming = w.start("t", 2)
-            if stage != "new":
-                await w.listener.until(lambda: "t" in w.listener.opened)
-            if stage in ("pulling", "manifest"):
-                w.server.pages_ready("t", 0, [Ref(0), Ref(1)])
-            if stage == "manifest":
-                w.complete("t", 2)
-                await incoming.result()
-            if side == "decode":
-                await asyncio.gather(incoming.abort(), incoming.abort())
-                await incoming.abort()
-            else:
-                w.server.close("t", "ABORTED")
-                w.server.close("t", "ABORTED")
-            if stage == "manifest":
-                await incoming.result()
-            else:
-                with pytest.raises(TransferError):
-                    await asyncio.wait_for(incoming.result(), 10)
-            if stage == "new" and side == "decode":
-                w.server.close("t", "ABORTED")  # the stream may never have carried the open
-            state, _ = await w.listener.end_of("t")
-            assert state is TransferState.COMPLETE or stage != "manifest" or side == "prefill"
-
-    run(body())
-
-
 def test_a_lease_ends_when_nobody_renews_it_and_not_before() -> None:
     async def body() -> None:
         async with world(lease_s=0.5) as w:

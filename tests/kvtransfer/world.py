@@ -130,6 +130,7 @@ async def world(
     decode_host_id: str = HOST_ID,
     sink_of: Callable[[KvPool], PageSink] | None = None,
     source_of: Callable[[KvPool], PageSource] | None = None,
+    listener_of: Callable[[KvPool], Listener] | None = None,
     peer_timeout_s: float = 3.0,
     decode_integrity: str = "host",
     **server_options: Any,
@@ -137,7 +138,7 @@ async def world(
     prefill, decode = KvPool(layout, num_pages), KvPool(layout, num_pages)
     fill(prefill)
     sources = {name: source_of(prefill) if source_of else TcpPageSource(prefill, DIGEST) for name in offered}
-    listener = Listener()
+    listener = listener_of(prefill) if listener_of else Listener()
     server = TransferServer(
         memory=prefill,
         sources=sources,

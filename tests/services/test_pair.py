@@ -56,6 +56,20 @@ def test_tokens_text_and_usage_are_right() -> None:
     run(scenario)
 
 
+def test_chunks_smaller_than_a_page() -> None:
+    """Most steps end without a new page to announce."""
+
+    async def scenario(both: Pair) -> None:
+        for n in (1, 15, 16, 17, 50):
+            await both.submit(f"r{n}", prompt_of(n))
+        for n in (1, 15, 16, 17, 50):
+            d = both.to_decode.of(f"r{n}")
+            await until(lambda d=d: d.finished is not None, "decode's end")  # type: ignore[misc]
+            assert both.to_prefill.of(f"r{n}").token_ids + d.token_ids == expected_tokens(prompt_of(n), 16), n
+
+    run(scenario, prefill=engine_config(max_num_batched_tokens=3, max_num_seqs=3))
+
+
 def test_a_retry_continues_after_the_emitted_tokens() -> None:
     async def scenario(both: Pair) -> None:
         prompt = prompt_of(40)

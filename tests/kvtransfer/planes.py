@@ -1,0 +1,78 @@
+"""The data planes that the fault suite runs on: another one is one more line of `PLANES`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from pdserve.core.clock import MonotonicClock
+from pdserve.kvtransfer import tcp_source
+from pdserve.kvtransfer.fake import FakePageSink, FakePageSource
+from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
+from pdserve.kvtransfer.transport import PageSink, PageSource
+
+from .world import DIGEST
+
+IDLE_S = 0.5
+"""A pull that receives nothing for so long fails, where a plane has such a limit."""
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Both ends of one data plane. What a cancel promises is said by the sink's own capabilities.
+
+    Attributes:
+        name: As in --kv-transfer-config.
+        source: Makes prefill's end over a pool, on a port (0: any).
+        sink: Makes decode's end over a pool; gets the sources of this process.
+        halt: In the process of the source: from now on calls a function in the middle of each page that is sent, in the
+            thread that sends it. None: no thread of the source takes part in a copy.
+        crosses_processes: Its ends may be in two processes.
+    """
+
+    name: str
+    source: Callable[[KvPool, int], PageSource]
+    sink: Callable[[KvPool, Sequence[PageSource]], PageSink]
+    halt: Callable[[Callable[[object], None]], None] | None = None
+    crosses_processes: bool = True
+
+
+def _halt_tcp(inside: Callable[[object], None]) -> None:
+    send_all = tcp_source.send_all
+
+    def halting(sock: object, buffers: Sequence[bytes | memoryview]) -> None:
+        if len(buffers) != 2:  # not a page with its header
+            send_all(sock, buffers)  # type: ignore[arg-type]
+            return
+        header, page = buffers
+        middle = len(page) // 2
+        send_all(sock, [header, page[:middle]])  # type: ignore[arg-type]
+        inside(sock)
+        send_all(sock, [page[middle:]])  # type: ignore[arg-type]
+
+    tcp_source.send_all = halting
+
+
+PLANES = (
+    Plane(
+        "tcp",
+        lambda pool, port: TcpPageSource(pool, DIGEST, port=port),
+        lambda pool, _: TcpPageSink(pool, DIGEST, idle_s=IDLE_S),
+        _halt_tcp,
+    ),
+    Plane(
+        "fake",
+        lambda pool, _: FakePageSource(pool),
+        lambda pool, sources: FakePageSink(
+            pool, [s for s in sources if isinstance(s, FakePageSource)], MonotonicClock()
+        ),
+        crosses_processes=False,
+    ),
+)
+REMOTE_PLANES = tuple(plane for plane in PLANES if plane.crosses_processes)
+
+
+def plane_named(name: str) -> Plane:
+    """The plane of that name."""
+    return next(plane for plane in PLANES if plane.name == name)

@@ -1,0 +1,378 @@
+"""The same faults on every data plane. After each: the books of both sides are even, no page holds another's bytes.
+
+A plane is one line of `planes.PLANES`. Where its ends are in two processes the peer is a real one, and is killed,
+stopped or cut in the middle of a page. Freed pages are poisoned at once (`accounts`): who reads or writes late is seen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import pytest
+import xxhash
+
+from pdserve.core.errors import TransferError
+from pdserve.kvtransfer.control_client import TransferResult
+from pdserve.kvtransfer.handoff import TransferState
+from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.transport import PageSink, PageSource, SourcePageRef
+
+from .accounts import Borrower, Lender, Loan, assert_received
+from .plane_peer import NUM_PAGES, PlanePeer, plane_peer
+from .planes import PLANES, REMOTE_PLANES, Plane
+from .world import LAYOUT, SMALL, World, eventually, run, world
+
+every_plane = pytest.mark.parametrize("plane", PLANES, ids=lambda plane: plane.name)
+every_remote_plane = pytest.mark.parametrize("plane", REMOTE_PLANES, ids=lambda plane: plane.name)
+GONE = {"PEER_GONE", "PEER_LOST"}
+SILENT = {"PULL_IDLE", "PEER_SILENT", "PEER_GONE"}
+
+
+@dataclass
+class Here:
+    """Both ends in this process."""
+
+    world: World
+    lender: Lender
+    borrower: Borrower
+
+    def lend(self, transfer_id: str, num_pages: int) -> list[SourcePageRef]:
+        """Offers a prompt whose pages are final; it is not computed yet."""
+        refs = self.lender.lend(transfer_id, num_pages)
+        self.world.server.offer(transfer_id, num_pages)
+        self.world.server.pages_ready(transfer_id, 0, refs)
+        page = self.world.prefill.page
+        return [SourcePageRef(r.page_id, r.generation, xxhash.xxh3_64_intdigest(bytes(page(r.page_id)))) for r in refs]
+
+    async def whole(self, transfer_id: str = "whole", num_pages: int = 3) -> None:
+        """A transfer that nothing disturbs goes well."""
+        loan = self.borrower.borrow(transfer_id, num_pages)
+        refs = self.lender.lend(transfer_id, num_pages)
+        self.world.server.offer(transfer_id, num_pages)
+        self.world.server.pages_ready(transfer_id, 0, refs)
+        self.world.complete(transfer_id, num_pages)
+        assert isinstance(await loan.end(), TransferResult)
+        assert_received(loan, self.lender.seed, refs)
+
+
+@asynccontextmanager
+async def here(plane: Plane, **options: object) -> AsyncIterator[Here]:
+    """A world on one plane, with owners on both sides; at the end both books are even."""
+    sources = list[PageSource]()
+
+    def source_of(pool: KvPool) -> PageSource:
+        sources.append(plane.source(pool, 0))
+        return sources[0]
+
+    def sink_of(pool: KvPool) -> PageSink:
+        return plane.sink(pool, sources)
+
+    lenders = list[Lender]()
+
+    def listener_of(pool: KvPool) -> Lender:
+        lenders.append(Lender(pool, "here"))
+        return lenders[0]
+
+    async with world(
+        source_of=source_of,
+        sink_of=sink_of,
+        listener_of=listener_of,
+        num_pages=32,
+        offered=(plane.name,),
+        wanted=(plane.name,),
+        **options,  # type: ignore[arg-type]
+    ) as w:
+        h = Here(w, lenders[0], Borrower(w.client, w.sink, w.decode, w.peer))
+        yield h
+        await eventually(lambda: h.lender.even and h.borrower.even)
+        assert w.server.num_leases == w.client.num_open == 0
+
+
+@asynccontextmanager
+async def across(plane: Plane, peer: PlanePeer) -> AsyncIterator[Borrower]:
+    """Decode's side here, prefill's in the peer's process; at the end decode's books are even."""
+    async with world(
+        layout=LAYOUT,
+        num_pages=NUM_PAGES,
+        sink_of=lambda pool: plane.sink(pool, ()),
+        wanted=(plane.name,),
+        peer_timeout_s=1.5,
+    ) as w:
+        borrower = Borrower(w.client, w.sink, w.decode, peer.peer)
+        yield borrower
+        assert borrower.even
+
+
+async def let_go(borrower: Borrower, loan: Loan) -> bool:
+    """Aborts; says whether the pages were given back at once. Else they are in quarantine until the peer goes on."""
+    abort = asyncio.create_task(loan.incoming.abort("CLIENT_CANCELLED"))
+    sink = borrower.sink
+    if sink.capabilities.quiescent_cancel:
+        await asyncio.wait_for(abort, 10)
+        await loan.end()
+        assert borrower.even
+        return True
+    await eventually(lambda: sink.num_quarantined == len(loan.pages))  # type: ignore[attr-defined]
+    assert not abort.done() and borrower.pool.num_free < borrower.pool.num_pages
+    return False
+
+
+# ---- a peer that dies, stands still or is cut ------------------------------------------------------------------------
+
+
+@every_remote_plane
+def test_killed_inside_a_page_and_started_again_at_the_same_address(plane: Plane) -> None:
+    async def body() -> None:
+        async with plane_peer(plane, "first", halt="wait") as first, across(plane, first) as borrower:
+            loan = borrower.borrow("t", 8)
+            await first.lend("t", 8)
+            if plane.halt is not None:
+                await first.heard("halted")
+            first.process.kill()
+            end = await loan.end()
+            if plane.halt is not None:
+                assert isinstance(end, TransferError) and end.reason in GONE
+            await asyncio.to_thread(first.process.wait, 10)
+            assert borrower.even
+            async with plane_peer(plane, "second", ports=first.ports) as second:
+                assert await borrower.borrow("old", 2, first.peer).reason() == "INCARNATION"
+                loan = borrower.borrow("t", 8, second.peer)  # the same transfer id, of another life
+                refs = await second.lend("t", 8)
+                assert isinstance(await loan.end(), TransferResult)
+                assert_received(loan, "second", refs)
+                await second.even()
+
+    run(body(), 60)
+
+
+@every_remote_plane
+def test_stopped_inside_a_page_and_resumed(plane: Plane) -> None:
+    async def body() -> None:
+        async with plane_peer(plane, "p", halt="wait") as peer, across(plane, peer) as borrower:
+            loan = borrower.borrow("t", 8)
+            await peer.lend("t", 8)
+            if plane.halt is not None:
+                await peer.heard("halted")
+            peer.process.send_signal(signal.SIGSTOP)
+            end = await loan.end()
+            if plane.halt is not None:
+                assert isinstance(end, TransferError) and end.reason in SILENT
+            peer.process.send_signal(signal.SIGCONT)
+            if plane.halt is not None:
+                assert (await peer.report())["leases"] == 1, "a page is free while it is being sent"
+                peer.send("go")
+            await peer.heard("ended")
+            await peer.even()
+            assert borrower.even
+            loan = borrower.borrow("again", 8)
+            refs = await peer.lend("again", 8)
+            assert isinstance(await loan.end(), TransferResult)
+            assert_received(loan, "p", refs)
+            await peer.even()
+
+    run(body(), 60)
+
+
+@pytest.mark.parametrize("plane", [p for p in REMOTE_PLANES if p.halt is not None], ids=lambda plane: plane.name)
+def test_cut_inside_a_page(plane: Plane) -> None:
+    async def body() -> None:
+        async with plane_peer(plane, "p", halt="cut") as peer, across(plane, peer) as borrower:
+            loan = borrower.borrow("t", 8)
+            await peer.lend("t", 8)
+            assert await loan.reason() in GONE
+            assert (await peer.heard("ended"))["state"] == TransferState.FAILED
+            await peer.even()
+            loan = borrower.borrow("again", 8)
+            refs = await peer.lend("again", 8)
+            assert isinstance(await loan.end(), TransferResult)
+            assert_received(loan, "p", refs)
+            await peer.even()
+
+    run(body(), 60)
+
+
+@every_remote_plane
+@pytest.mark.parametrize("stopped", [False, True], ids=["halted", "stopped"])
+def test_no_poisoned_byte_changes_when_the_peer_of_a_cancelled_pull_goes_on(plane: Plane, stopped: bool) -> None:
+    """Cancelled in flight, the destinations are freed, poisoned and lent again; then the peer goes on."""
+
+    async def body() -> None:
+        async with plane_peer(plane, "p", halt="wait") as peer, across(plane, peer) as borrower:
+            loan = borrower.borrow("t", 32)
+            await peer.lend("t", 32)
+            if plane.halt is not None:
+                await peer.heard("halted")
+            if stopped:
+                peer.process.send_signal(signal.SIGSTOP)
+            at_once = await let_go(borrower, loan)
+            if stopped:
+                peer.process.send_signal(signal.SIGCONT)
+            peer.send("go")
+            ended = await peer.heard("ended")
+            assert ended["state"] in (TransferState.ABORTED, TransferState.COMPLETE, TransferState.FAILED)
+            await loan.end()
+            await peer.even()
+            assert borrower.even
+            loan = borrower.borrow("next", 32)  # the same pages, if they were given back
+            assert not at_once or loan.pages
+            refs = await peer.lend("next", 32)
+            assert isinstance(await loan.end(), TransferResult)
+            assert_received(loan, "p", refs)
+            await peer.even()
+
+    run(body(), 60)
+
+
+# ---- ends ------------------------------------------------------------------------------------------------------------
+
+STAGES = ("new", "opened", "pulling", "complete")
+
+
+@every_plane
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("sides", ["decode", "prefill", "both"])
+def test_abort_at_every_stage_from_either_side_and_both_twice(plane: Plane, stage: str, sides: str) -> None:
+    async def body() -> None:
+        async with here(plane) as h:
+            h.world.server.offer("t", 3)
+            refs = h.lender.lend("t", 3)
+            loan = h.borrower.borrow("t", 3)
+            if stage != "new":
+                await h.lender.until(lambda: "t" in h.lender.opened)
+            if stage in ("pulling", "complete"):
+                h.world.server.pages_ready("t", 0, refs)
+            if stage == "complete":
+                h.world.complete("t", 3)
+                await loan.end()
+            for _ in range(2):
+                if sides in ("prefill", "both"):
+                    h.world.server.close("t", "ABORTED")
+                if sides in ("decode", "both"):
+                    await asyncio.gather(loan.incoming.abort(), loan.incoming.abort())
+            end = await loan.end()
+            assert isinstance(end, TransferResult) == (stage == "complete")
+            if stage == "new" and sides == "decode":
+                h.world.server.close("t", "ABORTED")  # the stream may never have carried the open
+            state, _ = await h.lender.end_of("t")
+            assert state is TransferState.COMPLETE or stage != "complete" or sides != "decode"
+            await h.whole()
+
+    run(body())
+
+
+@every_plane
+def test_a_lease_that_expires_ends_both_sides_and_serves_nothing_more(plane: Plane) -> None:
+    async def body() -> None:
+        async with here(plane, lease_s=0.4) as h:
+            refs = h.lend("t", 3)
+            h.world.complete("t", 3)  # nobody opens it
+            assert await h.lender.end_of("t") == (TransferState.EXPIRED, "LEASE_EXPIRED")
+            loan = h.borrower.borrow("t", 3)
+            assert await loan.reason() == "LEASE_EXPIRED"
+            token = h.world.source.new_reader()
+            assert await refused(h, token, "t", refs) == "ERR_STALE"
+            await h.whole()
+
+    run(body())
+
+
+# ---- reads that may not be -------------------------------------------------------------------------------------------
+
+
+async def refused(h: Here, token: bytes, transfer_id: str, refs: list[SourcePageRef]) -> str:
+    """Asks the plane itself; the reason, after a proof that nothing was written."""
+    before = bytes(h.world.decode.buffer)
+    with pytest.raises(TransferError) as e:
+        await h.world.sink.pull(h.world.source.address, token, transfer_id, refs, range(len(refs)))
+    assert h.world.decode.buffer == before
+    return e.value.reason
+
+
+@every_plane
+def test_stale_ids_generations_and_readers_are_refused(plane: Plane) -> None:
+    async def body() -> None:
+        async with here(plane) as h:
+            mine, others = h.world.source.new_reader(), h.world.source.new_reader()
+            refs = h.lend("t", 3)
+            h.world.source.publish("t", mine, refs[:2])
+            other_life = [SourcePageRef(r.page_id, r.generation + 1, r.checksum) for r in refs[:2]]
+            wrong: dict[str, Callable[[], object]] = {
+                "unknown transfer": lambda: refused(h, mine, "u", refs[:1]),
+                "a page that was not published": lambda: refused(h, mine, "t", refs[2:]),
+                "another use of the page": lambda: refused(h, mine, "t", other_life),
+                "another reader's transfer": lambda: refused(h, others, "t", refs[:1]),
+            }
+            for what, ask in wrong.items():
+                assert await ask() == "ERR_STALE", what  # type: ignore[misc]
+            for token in (b"x" * 16, bytes(16)):
+                assert await refused(h, token, "t", refs[:1]) in ("ERR_STALE", "PEER_GONE"), "a stranger's token"
+            await h.world.sink.pull(h.world.source.address, mine, "t", refs[:2], [30, 31])
+            await h.world.source.withdraw("t")
+            assert await refused(h, mine, "t", refs[:1]) == "ERR_STALE"
+            h.world.source.drop_reader(mine)
+            assert await refused(h, mine, "t", refs[:1]) in ("ERR_STALE", "PEER_GONE")
+            h.world.server.close("t", "ABORTED")
+            await h.whole()
+
+    run(body())
+
+
+@every_plane
+@pytest.mark.parametrize("bit", [0, 4000, 8 * SMALL.page_bytes - 1])
+def test_a_flipped_bit_fails_its_transfer_only(plane: Plane, bit: int) -> None:
+    async def body() -> None:
+        async with here(plane) as h:
+            h.lend("bad", 3)
+            page = h.lender.leased["bad"][1]
+            await eventually(lambda: _hashed(h, "bad"))
+            h.world.prefill.page(page)[bit // 8] ^= 1 << bit % 8  # after it was hashed
+            loan = h.borrower.borrow("bad", 3)
+            h.world.complete("bad", 3)
+            await h.whole("good")
+            assert await loan.reason() == "CORRUPT_PAGE"
+            assert await h.lender.end_of("bad") == (TransferState.FAILED, "CORRUPT_PAGE")
+
+    run(body())
+
+
+def _hashed(h: Here, transfer_id: str) -> bool:
+    return len(h.world.server._entries[transfer_id].transfer.pages) == 3
+
+
+@every_plane
+@pytest.mark.parametrize("what", ["digest", "count", "finished digest"])
+def test_a_manifest_of_another_prompt_is_never_taken(plane: Plane, what: str) -> None:
+    async def body() -> None:
+        async with here(plane) as h:
+            h.lend("t", 3)
+            loan = h.borrower.borrow("t", 3)
+            if what == "count":
+                h.world.server.complete("t", num_tokens=25, token_id=1, index=0, prompt_digest=bytes(32))
+            else:
+                h.world.complete("t", 3, digest=b"\1" * 32, finished=what != "digest")
+            assert await loan.reason() == "MANIFEST_MISMATCH"
+            assert await h.lender.end_of("t") == (TransferState.FAILED, "MANIFEST_MISMATCH")
+            await h.whole()
+
+    run(body())
+
+
+@every_plane
+def test_unknown_transfers_asked_of_the_plane_leave_nothing_behind(plane: Plane) -> None:
+    async def body() -> None:
+        async with here(plane) as h:
+            token = h.world.source.new_reader()
+            ask = [SourcePageRef(0, 0, 1)]
+            for i in range(300):
+                with pytest.raises(TransferError) as e:
+                    await h.world.sink.pull(h.world.source.address, token, f"unknown {i}", ask, [0])
+                assert e.value.reason == "ERR_STALE"
+            published = getattr(h.world.source, "_published", None) or getattr(h.world.source, "published", {})
+            assert not published
+            await h.whole()
+
+    run(body())
