@@ -28,7 +28,7 @@ from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.sockets import shut_down
 
 from .accounts import Lender
-from .planes import Plane, plane_named
+from .planes import Plane, a_member, plane_named
 from .world import DIGEST, LAYOUT, PROMPT_DIGEST, Ref
 
 NUM_PAGES = 64
@@ -154,6 +154,7 @@ class PlanePeer:
 
 
 def _launch(arguments: list[str]) -> subprocess.Popen[str]:
+    a_member()  # the peer finds the files in its environment
     command = [sys.executable, "-m", "tests.kvtransfer.plane_peer", *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import os
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from pdserve.cli.authority import Authority
 from pdserve.core.clock import MonotonicClock
+from pdserve.core.tls import Tls, TlsConfig
 from pdserve.kvtransfer import tcp_source
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import PageSink, PageSource
+from tests.support.certificates import member
 
 from .world import DIGEST
 
@@ -29,6 +38,8 @@ class Plane:
         halt: In the process of the source: from now on calls a function in the middle of each page that is sent, in the
             thread that sends it. None: no thread of the source takes part in a copy.
         crosses_processes: Its ends may be in two processes.
+        sees_asks: The source looks at each ask, so it knows whose transfer is meant. False: readers help themselves,
+            and only generations speak.
     """
 
     name: str
@@ -36,6 +47,7 @@ class Plane:
     sink: Callable[[KvPool, Sequence[PageSource]], PageSink]
     halt: Callable[[Callable[[object], None]], None] | None = None
     crosses_processes: bool = True
+    sees_asks: bool = True
 
 
 def _halt_tcp(inside: Callable[[object], None]) -> None:
@@ -54,11 +66,31 @@ def _halt_tcp(inside: Callable[[object], None]) -> None:
     tcp_source.send_all = halting
 
 
+CERTIFICATES = "PDSERVE_TEST_CERTIFICATES"
+
+
+@functools.cache
+def a_member() -> Tls:
+    """A member of one authority; a peer in another process finds the files by the environment."""
+    if CERTIFICATES not in os.environ:
+        os.environ[CERTIFICATES] = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, os.environ[CERTIFICATES])
+        return Tls(member(Path(os.environ[CERTIFICATES]), Authority.new()))
+    cert, key, ca = (str(Path(os.environ[CERTIFICATES]) / name) for name in ("tls.crt", "tls.key", "ca.crt"))
+    return Tls(TlsConfig(tls_cert_file=cert, tls_key_file=key, tls_ca_file=ca))
+
+
 PLANES = (
     Plane(
         "tcp",
         lambda pool, port: TcpPageSource(pool, DIGEST, port=port),
         lambda pool, _: TcpPageSink(pool, DIGEST, idle_s=IDLE_S),
+        _halt_tcp,
+    ),
+    Plane(
+        "tcp with tls",
+        lambda pool, port: TcpPageSource(pool, DIGEST, port=port, tls=a_member()),
+        lambda pool, _: TcpPageSink(pool, DIGEST, idle_s=IDLE_S, tls=a_member()),
         _halt_tcp,
     ),
     Plane(

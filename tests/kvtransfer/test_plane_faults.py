@@ -301,11 +301,12 @@ def test_stale_ids_generations_and_readers_are_refused(plane: Plane) -> None:
             h.world.source.publish("t", mine, refs[:2])
             other_life = [SourcePageRef(r.page_id, r.generation + 1, r.checksum) for r in refs[:2]]
             wrong: dict[str, Callable[[], object]] = {
-                "unknown transfer": lambda: refused(h, mine, "u", refs[:1]),
                 "a page that was not published": lambda: refused(h, mine, "t", refs[2:]),
                 "another use of the page": lambda: refused(h, mine, "t", other_life),
-                "another reader's transfer": lambda: refused(h, others, "t", refs[:1]),
             }
+            if plane.sees_asks:
+                wrong["unknown transfer"] = lambda: refused(h, mine, "u", refs[:1])
+                wrong["another reader's transfer"] = lambda: refused(h, others, "t", refs[:1])
             for what, ask in wrong.items():
                 assert await ask() == "ERR_STALE", what  # type: ignore[misc]
             for token in (b"x" * 16, bytes(16)):
