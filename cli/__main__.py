@@ -61,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(command: str, argv: list[str]) -> int:
+    if command in SERVICES:  # else gRPC writes a line for each stranger whose handshake fails
+        os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     try:
         module = importlib.import_module(COMMANDS[command][0])
         return int(module.main(argv) or 0)

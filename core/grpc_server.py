@@ -45,6 +45,7 @@ WRITE_FAILED = "Internal error from Core"  # grpc.aio's words when a write meets
 MAX_DETAILS_BYTES = 1500  # details travel percent-encoded (up to 3 bytes each) in a header; 8 KiB is the usual limit
 
 _log = logging.getLogger(__name__)
+_TLS_FAILURES = ("Tls handshake failed", "verification check failed")  # gRPC's words when we refuse a peer
 _ALWAYS_OPEN = ("/grpc.health.v1.", "/grpc.reflection.")
 _BY_STATUS: dict[str, type[PdserveError]] = {
     "INVALID_ARGUMENT": RequestError,
@@ -79,11 +80,14 @@ def error_from_rpc(error: grpc.aio.AioRpcError) -> PdserveError:
     """The error with which a call to another server of ours ended."""
     if error.code() is grpc.StatusCode.INTERNAL and error.details() == WRITE_FAILED:
         return UnavailableError("the stream had ended when it was written to", reason="STREAM_ENDED")
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.UNAVAILABLE and any(words in details for words in _TLS_FAILURES):
+        return UnavailableError(details, reason="TLS_FAILED")
     metadata: dict[str, object] = dict(cast(Any, error.trailing_metadata()) or ())
     retry_after = str(metadata.get(RETRY_AFTER_KEY, "0"))
     return _make_error(
         error.code().name,
-        error.details() or error.code().name,
+        details or error.code().name,
         str(metadata.get(REASON_KEY, "")),
         int(retry_after) if retry_after.isdecimal() else 0,
     )

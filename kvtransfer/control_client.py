@@ -19,7 +19,7 @@ import grpc.aio
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
-from pdserve.core.grpc_server import channel_options
+from pdserve.core.grpc_server import channel_options, error_from_rpc
 from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer import handoff, negotiation
 from pdserve.kvtransfer.control_messages import OUTCOMES
@@ -469,6 +469,8 @@ def _stream_error(peer: TransferPeer, error: grpc.aio.AioRpcError) -> TransferEr
             reason=reason,
             status="FAILED_PRECONDITION",
         )
+    told = error_from_rpc(error)
+    reason = told.reason if told.reason in ("TLS_FAILED", "NOT_A_MEMBER") else "PEER_LOST"
     return TransferError(
-        f"lost prefill worker {peer.worker_id} at {peer.address}: {error.code().name} {details}", reason="PEER_LOST"
+        f"lost prefill worker {peer.worker_id} at {peer.address}: {error.code().name} {details}", reason=reason
     )

@@ -6,12 +6,15 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import grpc.aio
 
 from pdserve.core.clock import MonotonicClock
+from pdserve.core.grpc_server import ErrorInterceptor, open_channel
 from pdserve.core.layout import KVLayout
+from pdserve.core.tls import Tls
 from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, TransferPeer
 from pdserve.kvtransfer.control_server import TransferServer
 from pdserve.kvtransfer.handoff import TransferState
@@ -133,11 +136,15 @@ async def world(
     listener_of: Callable[[KvPool], Listener] | None = None,
     peer_timeout_s: float = 3.0,
     decode_integrity: str = "host",
+    prefill_tls: Tls | None = None,
+    decode_tls: Tls | None = None,
     **server_options: Any,
 ) -> AsyncIterator[World]:
     prefill, decode = KvPool(layout, num_pages), KvPool(layout, num_pages)
     fill(prefill)
-    sources = {name: source_of(prefill) if source_of else TcpPageSource(prefill, DIGEST) for name in offered}
+    sources = {
+        name: source_of(prefill) if source_of else TcpPageSource(prefill, DIGEST, tls=prefill_tls) for name in offered
+    }
     listener = listener_of(prefill) if listener_of else Listener()
     server = TransferServer(
         memory=prefill,
@@ -151,12 +158,17 @@ async def world(
         lease_s=lease_s,
         **server_options,
     )
-    grpc_server = grpc.aio.server()
+    grpc_server = grpc.aio.server(
+        interceptors=[ErrorInterceptor(lambda: True, prefill_tls.peer_name)] if prefill_tls else []
+    )
     server.register(grpc_server)
-    port = grpc_server.add_insecure_port("127.0.0.1:0")
+    if prefill_tls is None:
+        port = grpc_server.add_insecure_port("127.0.0.1:0")
+    else:
+        port = grpc_server.add_secure_port("127.0.0.1:0", prefill_tls.server_credentials())
     await grpc_server.start()
     await server.start()
-    sinks = {name: sink_of(decode) if sink_of else TcpPageSink(decode, DIGEST) for name in wanted}
+    sinks = {name: sink_of(decode) if sink_of else TcpPageSink(decode, DIGEST, tls=decode_tls) for name in wanted}
     client = TransferClient(
         worker_id="decode-0",
         incarnation="b1",
@@ -166,6 +178,7 @@ async def world(
         host_id=decode_host_id,
         clock=MonotonicClock(),
         integrity=decode_integrity,
+        open_channel=partial(open_channel, max_message_bytes=16 << 20, tls=decode_tls),
         peer_timeout_s=peer_timeout_s,
     )
     peer = TransferPeer("prefill-0", f"127.0.0.1:{port}", expected_incarnation)

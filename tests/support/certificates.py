@@ -29,6 +29,11 @@ def member(directory: Path, authority: Authority, *, trusts: Authority | None = 
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "ca.crt").write_bytes((trusts or authority).pem)
     authority.issue(directory, **issue)  # type: ignore[arg-type]
+    return member_files(directory)
+
+
+def member_files(directory: Path) -> TlsConfig:
+    """Those that `member` wrote."""
     return TlsConfig(
         tls_cert_file=str(directory / "tls.crt"),
         tls_key_file=str(directory / "tls.key"),
