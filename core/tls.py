@@ -72,6 +72,7 @@ class _Identity:
     ca: bytes
     server: ssl.SSLContext
     client: ssl.SSLContext
+    ends: str
 
 
 class Tls:
@@ -95,6 +96,7 @@ class Tls:
         self._stamp = _stamp(config)
         self._retry_at_s = float("inf")
         self._identity = _load(config)
+        _log.info("TLS is on; the certificate of this process is valid until %s", self._identity.ends)
 
     # ---- sockets ----------------------------------------------------------------------------------------------------
 
@@ -151,7 +153,7 @@ class Tls:
                     _log.error("changed TLS files are not taken, the ones before stay: %s", e.message)
             else:
                 self._retry_at_s = float("inf")
-                _log.info("TLS files changed: new connections use the new ones")
+                _log.info("TLS files changed: new connections use the new ones, valid until %s", self._identity.ends)
             return self._identity
 
 
@@ -197,8 +199,7 @@ def _load(config: TlsConfig) -> _Identity:
         contexts.append(context)
     server, client = contexts
     server.num_tickets = 0  # no resumption
-    _prove(server, client, config)
-    return _Identity(cert, key, ca, server, client)
+    return _Identity(cert, key, ca, server, client, _prove(server, client, config))
 
 
 def _read(flag: str, path: str | None, mark: bytes) -> bytes:
@@ -246,8 +247,12 @@ def _as_file(content: bytes) -> Iterator[str]:
         yield f"/proc/self/fd/{file.fileno()}"
 
 
-def _prove(server: ssl.SSLContext, client: ssl.SSLContext, config: TlsConfig) -> None:
-    """A handshake in memory with a peer of the same files: what it refuses, peers would refuse."""
+def _prove(server: ssl.SSLContext, client: ssl.SSLContext, config: TlsConfig) -> str:
+    """A handshake in memory with a peer of the same files: what it refuses, peers would refuse.
+
+    Returns:
+        When the certificate ends.
+    """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     there = server.wrap_bio(to_server, to_client, server_side=True)
     here = client.wrap_bio(to_client, to_server, server_hostname=config.tls_peer_name)
@@ -264,6 +269,7 @@ def _prove(server: ssl.SSLContext, client: ssl.SSLContext, config: TlsConfig) ->
         raise ConfigError(f"{where}: {e.reason}") from e
     if config.tls_peer_name not in _dns_names(there):
         raise ConfigError(f"{where}: it does not name {config.tls_peer_name!r} (--tls-peer-name)")
+    return str((there.getpeercert() or {}).get("notAfter"))
 
 
 def _dns_names(end: ssl.SSLSocket | ssl.SSLObject) -> set[str]:

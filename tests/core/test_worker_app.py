@@ -17,12 +17,17 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pdserve.cli.authority import Authority
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError
+from pdserve.core.grpc_server import open_channel
 from pdserve.core.redis_client import open_redis
 from pdserve.core.registry import DRAINING, READY, Registry
 from pdserve.core.session import SERVICE_NAME
+from pdserve.core.tls import load_tls
 from pdserve.v1 import worker_pb2
+from tests.support.certificates import flags as tls_flags
+from tests.support.certificates import member
 from tests.support.redis_server import free_port, redis_server
 from tests.support.waiting import eventually
 from tests.support.worker_client import fence, router_session
@@ -224,3 +229,29 @@ def test_what_cannot_start_says_why_in_one_line(redis_url):
                 assert (child.returncode, out) == (2, "")
                 assert re.search(message, errors)
                 assert errors.count("\n") == 1
+
+
+def test_under_tls_a_port_of_its_own_answers_health_and_nothing_else(redis_url, tmp_path):
+    async def main():
+        files, port = member(tmp_path, Authority.new()), free_port()
+        words = ("--cluster", "tls", "--health-port", str(port), "--require-tls", *tls_flags(files))
+        with ready_process(redis_url, *words) as (child, address):
+            async with health_of(f"127.0.0.1:{port}") as health:
+                assert (await health(""), await health(SERVICE_NAME)) == (SERVING, SERVING)
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    async with router_session(f"127.0.0.1:{port}", hello=False) as router:
+                        await router._call.read()
+                assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+                request = health_pb2.HealthCheckRequest()
+                async with grpc.aio.insecure_channel(address) as channel:
+                    with pytest.raises(grpc.aio.AioRpcError):
+                        await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)
+                async with open_channel(address, max_message_bytes=1 << 20, tls=load_tls(files)) as channel:
+                    assert (await health_pb2_grpc.HealthStub(channel).Check(request, timeout=10)).status == SERVING
+            child.send_signal(signal.SIGTERM)
+            assert (await ended(child))[0] == 0
+        with process(redis_url, "--health-port", str(port), "--port", str(port)) as child:
+            code, errors = await ended(child)
+            assert code == 2 and "--health-port" in errors
+
+    asyncio.run(main())

@@ -199,7 +199,7 @@ def test_a_thousand_strangers_get_no_thread_no_memory_and_no_page(
                 opened.append(await asyncio.to_thread(kinds[i % len(kinds)], p.source.address))
                 if len(opened) > 200:
                     opened.pop(0).close()
-                if i % 50 == 0:
+                if i % 200 == 0:
                     assert threading.active_count() <= threads + 5  # those of `to_thread`
                     assert p.source._acceptor.num_strangers <= acceptor.MAX_STRANGERS
                     num_tls = sum(isinstance(o, ssl.SSLSocket) and o.server_side for o in gc.get_objects())

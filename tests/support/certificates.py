@@ -52,7 +52,7 @@ def flags(config: TlsConfig) -> list[str]:
 def unproven(monkeypatch: pytest.MonkeyPatch, config: TlsConfig) -> Tls:
     """A `Tls` of files that it would refuse: of a certificate that was good when the process started, or of a liar."""
     with monkeypatch.context() as patch:
-        patch.setattr(tls, "_prove", lambda *_: None)
+        patch.setattr(tls, "_prove", lambda *_: "some day")
         return Tls(config)
 
 

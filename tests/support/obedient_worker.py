@@ -13,6 +13,7 @@ from pdserve.core.background import in_own_thread
 from pdserve.core.config import ServiceConfig, WorkerConfig, load
 from pdserve.core.errors import ConfigError, EngineError
 from pdserve.core.request import Role
+from pdserve.core.tls import TlsConfig
 from pdserve.core.worker_app import LoadedWorker, WorkerContext, run_worker
 from pdserve.v1 import common_pb2, worker_pb2
 
@@ -87,10 +88,10 @@ class ObedientService:
 
 def main() -> int:
     """Runs until told to stop."""
-    sections = {"service": ServiceConfig, "worker": WorkerConfig}
+    sections = {"service": ServiceConfig, "worker": WorkerConfig, "tls": TlsConfig}
     flags = ["--redis-url", sys.argv[2], *sys.argv[3:]]
-    service, worker = load("obedient", "", sections, flags)
-    return run_worker(Role.PREFILL, ObedientService(sys.argv[1]), service, worker)
+    service, worker, tls = load("obedient", "", sections, flags)
+    return run_worker(Role.PREFILL, ObedientService(sys.argv[1]), service, worker, tls)
 
 
 if __name__ == "__main__":
