@@ -11,19 +11,17 @@ import pytest
 from pdserve.client.errors import Unavailable
 from tests.support.deployment import Deployment, deploy, wait_until
 
+from .planes import PARAMS, plane_flags
 from .streams import BackgroundStream, wait_begun
 
 ERROR_WITHIN_S = 5.0
 
 
-@pytest.fixture
-def deployment(tmp_path: Path) -> Iterator[Deployment]:
+@pytest.fixture(params=PARAMS)
+def deployment(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Deployment]:
     # A fake step that takes 20 ms, so that a death can be placed inside a prefill or a decode.
-    with deploy(
-        tmp_path,
-        "fake",
-        flags=["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "512", "--fake-step-ms", "20"],
-    ) as running:
+    flags = ["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "512", "--fake-step-ms", "20"]
+    with deploy(tmp_path, "fake", flags=[*flags, *plane_flags(request.param)]) as running:
         yield running
 
 

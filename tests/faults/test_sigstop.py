@@ -13,6 +13,7 @@ from pdserve.client import Client
 from pdserve.client.errors import Unavailable
 from tests.support.deployment import Deployment, deploy, wait_until
 
+from .planes import PARAMS, plane_flags
 from .streams import BackgroundStream, wait_begun
 
 FLAGS = ["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "1024", "--fake-step-ms", "20"]
@@ -20,9 +21,10 @@ TIMEOUTS = ["--router-timeout-s", "3"]
 ROUTER_TIMEOUTS = ["--worker-timeout-s", "3", "--heartbeat-s", "0.3"]
 
 
-@pytest.fixture(scope="module")
-def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    with deploy(tmp_path_factory.mktemp("stop"), "fake", flags=[*FLAGS, *TIMEOUTS], router_flags=ROUTER_TIMEOUTS) as d:
+@pytest.fixture(scope="module", params=PARAMS)
+def deployment(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Deployment]:
+    flags = [*FLAGS, *TIMEOUTS, *plane_flags(request.param)]
+    with deploy(tmp_path_factory.mktemp("stop"), "fake", flags=flags, router_flags=ROUTER_TIMEOUTS) as d:
         yield d
 
 

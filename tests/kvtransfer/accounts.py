@@ -82,6 +82,11 @@ class Loan:
     received: list[bytes] = field(default_factory=list)
     ended: asyncio.Task[TransferResult | TransferError] | None = None
 
+    @property
+    def is_over(self) -> bool:
+        """The pages are free again."""
+        return self.ended is not None and self.ended.done()
+
     async def end(self, limit_s: float = 15.0) -> TransferResult | TransferError:
         """Waits for the end of the transfer and of its pages."""
         assert self.ended is not None

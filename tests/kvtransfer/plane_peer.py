@@ -29,7 +29,7 @@ from pdserve.kvtransfer.sockets import shut_down
 
 from .accounts import Lender
 from .planes import Plane, a_member, plane_named
-from .world import DIGEST, LAYOUT, PROMPT_DIGEST, Ref
+from .world import DIGEST, HOST_ID, LAYOUT, PROMPT_DIGEST, Ref
 
 NUM_PAGES = 64
 
@@ -75,6 +75,7 @@ async def serve(plane: Plane, incarnation: str, grpc_port: int, data_port: int, 
         incarnation=incarnation,
         listener=lender,
         clock=MonotonicClock(),
+        host_id=HOST_ID,
         heartbeat_s=0.2,
     )
     grpc_server = grpc.aio.server()

@@ -112,6 +112,24 @@ def test_what_may_not_be_read_is_refused_and_nothing_is_written() -> None:
     run(body())
 
 
+@pytest.mark.parametrize("wrong", ["version before", "version after", "another model"])
+def test_a_reader_of_another_version_or_model_is_refused_before_it_asks(wrong: str) -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(2))
+            p.source.publish("t", p.token, pages)
+            hello = bytearray(wire.encode_hello(p.token, bytes(32) if wrong == "another model" else DIGEST))
+            hello[4] += {"version before": -1, "version after": 1}.get(wrong, 0)
+            host, port = p.source.address.split(":")
+            with socket.create_connection((host, int(port)), timeout=10) as reader:
+                reader.sendall(hello + wire.encode_get("t", pages))
+                with suppress(ConnectionResetError):  # closed with our bytes unread
+                    assert reader.recv(1) == b""
+            assert p.source.num_refused == 1 and p.source.num_connections == 0
+
+    run(body())
+
+
 def test_strangers_get_no_thread_and_are_closed() -> None:
     async def body() -> None:
         async with pair() as p:

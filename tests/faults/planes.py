@@ -1,0 +1,15 @@
+"""Data planes that whole deployments meet faults on: the first with the fast tests, all others with the slow ones."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+DEPLOYED = ("tcp",)
+PARAMS = [pytest.param(name, marks=[] if i == 0 else pytest.mark.slow) for i, name in enumerate(DEPLOYED)]
+
+
+def plane_flags(name: str) -> list[str]:
+    """Flags of workers that have this plane only."""
+    return ["--kv-transfer-config", json.dumps({"transports": [name]})]
