@@ -135,6 +135,7 @@ class ContinuousBatches:
             self._manager.add_request(job.prompt, name, max_new_tokens=job.max_tokens, streaming=True, eos_token_id=-1)
             is None
         ):
+            del self._jobs[name]
             job.out.put(RuntimeError("refused"))
 
     def _run(self) -> None:
@@ -142,7 +143,7 @@ class ContinuousBatches:
             result = self._manager.get_result(timeout=1.0)
             if result is None:
                 if not self._manager.is_running():
-                    for job in self._jobs.values():
+                    for job in list(self._jobs.values()):  # handlers add to it
                         job.out.put(RuntimeError("the generation thread has ended"))
                     self._jobs.clear()
                     time.sleep(0.1)

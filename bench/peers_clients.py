@@ -107,7 +107,7 @@ def ask(endpoint: Endpoint, prompt: tuple[int, ...], max_tokens: int, timeout_s:
             value = answer.json()
             text = str(value["choices"][0]["text"])
             counts = (int(value["usage"]["prompt_tokens"]), int(value["usage"]["completion_tokens"]))
-        except (httpx2.HTTPError, ValueError, KeyError, IndexError) as e:
+        except (httpx2.HTTPError, ValueError, TypeError, LookupError) as e:
             raise SystemFailed(f"it does not answer: {e!r}") from e
     _check_counts(counts, (len(prompt), max_tokens))
     return text

@@ -1,7 +1,8 @@
 """What a machine can do, and how fast a model could be on it: `python -m pdserve.bench.peers_limits THREADS`.
 
-Measured in a process of its own, on the cores of the comparison. The limit counts only what no engine can avoid: every
-weight read once per step, and the multiplications of every token; attention, sampling and Python are free.
+Measured in a process of its own, on the cores of the comparison. The limit counts only what engines can hardly avoid:
+every weight read once per step, and the multiplications of every token; attention, sampling and Python are free. The
+head counts for every prompt token, of which the last would do: for long prompts the limit is a little low.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Summary:
 
     Attributes:
         system: Its name.
-        rounds: Starts that were measured.
+        rounds: Its starts, measured or not.
         ready_s: Time to ready; None: it was never ready.
         peak_bytes: Highest resident memory of all processes; None: it never ran.
         peak_process_bytes: Highest resident memory of one process.
@@ -140,7 +140,7 @@ def limit_rows(found: Mapping[str, Summary], limits: Limits, num_params: int, le
             num_params=num_params,
             input_tokens=PROMPT_TOKENS * level.num_prompts,
             output_tokens=OUTPUT_TOKENS * level.num_prompts,
-            concurrency=level.concurrency,
+            concurrency=min(level.concurrency, level.num_prompts),
         )
         most = best_tokens_per_s(limits, work)
         rows.append(Row(f"at {level.concurrency}: limit in fp32", most, "tokens/s"))

@@ -180,8 +180,8 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
 
     where = find_device(config.device)
     model_dir = resolve_model(config.model, progress)
-    torch.set_num_threads(config.threads or 1)
     _use_cpu_kernels(config.threads or 1)
+    torch.set_num_threads(config.threads or 1)
     loaded = load_model(
         model_dir, config.dtype, progress, where, impl=config.model_impl, quantization=config.quantization
     )
@@ -253,8 +253,11 @@ def _use_cpu_kernels(threads: int) -> None:
 
     if reason := library.why_not():
         _log.warning("no compiled CPU kernels, torch serves more slowly: %s", reason)
-    else:
+        return
+    try:
         library.set_threads(threads)
+    except RuntimeError as e:
+        raise ConfigError(f"--threads is {threads}: {e}") from e
 
 
 def _refuse_structured(params: SamplingParams) -> None:

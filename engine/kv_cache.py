@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from pdserve.core.errors import ConfigError
 from pdserve.core.layout import KVLayout
 
 if TYPE_CHECKING:
@@ -21,10 +22,26 @@ class PoolMemory(Protocol):
 
 
 class PlainPool:
-    """Anonymous memory of this process, zeroed; pages are backed when first written."""
+    """Anonymous memory of this process alone, zeroed; pages are backed when first written. A forked process has a copy.
+
+    Args:
+        layout: Layout of the pages.
+        num_pages: Pages.
+
+    Raises:
+        ConfigError: The system has no such memory to give.
+    """
 
     def __init__(self, layout: KVLayout, num_pages: int) -> None:
-        self._buffer = memoryview(mmap.mmap(-1, layout.page_bytes * num_pages))
+        size = layout.page_bytes * num_pages
+        try:
+            memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except (OSError, OverflowError) as e:
+            raise ConfigError(
+                f"the system has no {size} bytes for KV pages; lower --kv-cache-memory-bytes, --num-pages or "
+                "--swap-space-bytes"
+            ) from e
+        self._buffer = memoryview(memory)
 
     @property
     def buffer(self) -> memoryview:

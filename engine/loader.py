@@ -123,9 +123,8 @@ def load_model(
     required = impl == "lean"
     loaded = None if impl == "transformers" else _try_lean(directory, dtype, where, digest, make, required=required)
     if loaded is None:
-        loaded = _load_transformers(directory, dtype, where, digest)
-        if where.type == "cpu" and dtype == "float32":
-            replace_linears(loaded.model, make)
+        packs = where.type == "cpu" and dtype == "float32"
+        loaded = _load_transformers(directory, dtype, where, digest, make if packs else None)
     _return_freed_memory()
     progress.end()
     return loaded if quantization is None else replace(loaded, identity=loaded.identity | {"weights_as": quantization})
@@ -164,7 +163,9 @@ def _return_freed_memory() -> None:
         trim(0)
 
 
-def _load_transformers(directory: Path, dtype: str, where: torch.device, digest: str) -> LoadedModel:
+def _load_transformers(
+    directory: Path, dtype: str, where: torch.device, digest: str, make: MakeLinear | None
+) -> LoadedModel:
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -180,6 +181,8 @@ def _load_transformers(directory: Path, dtype: str, where: torch.device, digest:
         model.to(where)
     except RuntimeError as e:  # torch's error for memory too
         raise ConfigError(f"the model in {directory} does not fit on the device {where}: {e}") from e
+    if make is not None:
+        replace_linears(model, make)  # before the check: what is checked is what serves
     return prepare_model(model, dtype, digest)
 
 

@@ -1,6 +1,6 @@
 """ModelRunner: computes the steps of a loaded model over pool memory.
 
-Threads are torch's, their number set once per process by `engine.build`.
+Threads are torch's and the compiled kernels', their numbers set once per process by `engine.build`.
 """
 
 from __future__ import annotations
@@ -86,19 +86,18 @@ class ModelRunner:
     def execute(self, output: SchedulerOutput) -> RunnerOutput:
         """See `engine.step.Runner`."""
         output.require_pages(self._page_size)
-        self._copies.apply(output.copies)
-        if not output.sequences:
-            return RunnerOutput(())
-        batch = build_batch(output, self._page_size)
         sampling = [s for s in output.sequences if s.sampling is not None]
         try:
+            self._copies.apply(output.copies)
+            if not output.sequences:
+                return RunnerOutput(())
             with torch.inference_mode():
-                logits = self._selected_logits(batch)
+                logits = self._selected_logits(build_batch(output, self._page_size))
                 tokens = iter(sample(logits[: len(sampling)], sampling, self._processors))
                 prompts = prompt_logprobs(logits[len(sampling) :], output.sequences)
                 if self._where.type == "cuda":
                     torch.cuda.current_stream(self._where).synchronize()  # the fence, even where nothing was sampled
-        except RuntimeError as e:  # torch's only error type: shapes, memory
+        except (RuntimeError, ValueError, IndexError, MemoryError) as e:  # of torch and the kernels
             raise EngineError(f"the model failed in step {output.step}: {e}") from e
         return RunnerOutput(tuple(None if s.sampling is None else next(tokens) for s in output.sequences), prompts)
 

@@ -27,7 +27,7 @@ def profile_of(where: torch.device) -> Profile:
 
 
 def store_kv(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
-    """As `reference.store_kv`, but a slot of -1 skips its row; may be captured in a CUDA graph."""
+    """As `reference.store_kv`; may be captured in a CUDA graph."""
     launch_store_kv(_rows(keys), _rows(values), key_pages, value_pages, slots)
 
 

@@ -1,4 +1,5 @@
-"""Torch reference of every kernel: the oracle of the others, and what a CPU runs.
+"""Torch reference of attention and the KV store: the oracle of the other implementations, and what serves where there
+are none: without compiled kernels, and on a CPU for types other than fp32.
 
 Page views come from the KV layout: keys `[num_pages, num_kv_heads, page_size, k_dim]`, values
 `[num_pages, num_kv_heads, page_size, v_dim]`, strided, never contiguous. All indices are 64-bit.
@@ -19,12 +20,18 @@ def store_kv(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tenso
         values: `[num_tokens, num_kv_heads, v_dim]`.
         key_pages: Key view of one layer.
         value_pages: Value view of one layer.
-        slots: `[num_tokens]` int64, `page * page_size + offset`, distinct.
+        slots: `[num_tokens]` int64, `page * page_size + offset`, distinct; -1: the row is not stored.
+
+    Raises:
+        IndexError: A slot does not exist; nothing was written.
     """
-    page_size = key_pages.shape[2]
-    pages, offsets = slots // page_size, slots % page_size
-    key_pages[pages, :, offsets] = keys
-    value_pages[pages, :, offsets] = values
+    num_pages, _, page_size, _ = key_pages.shape
+    if len(slots) and not -1 <= int(slots.min()) <= int(slots.max()) < num_pages * page_size:
+        raise IndexError(f"slots must be below {num_pages * page_size}, those of the pool")
+    is_stored = slots >= 0
+    pages, offsets = slots[is_stored] // page_size, slots[is_stored] % page_size
+    key_pages[pages, :, offsets] = keys[is_stored]
+    value_pages[pages, :, offsets] = values[is_stored]
 
 
 def paged_attention(

@@ -20,6 +20,8 @@ from pdserve.engine.models.spec import LeanSpec, NotLean
 from pdserve.engine.models.weights import WeightFiles
 from pdserve.kernels.dispatch import fused_for
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
 
 class Logits(NamedTuple):
     """What a call of the model gives, as transformers' models do.
@@ -76,15 +78,15 @@ class LeanModel:
         make_linear: MakeLinear,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        _check_names(spec, files)
+        _check_files(spec, files)
         self.device = torch.device("cpu")
         self._spec = spec
         self._kernels = fused_for(self.device)
         self._inv_freq = inverse_frequencies(spec.rope, spec.head_dim)
         self._layers = [_load_layer(spec, files, dtype, make_linear, i) for i in range(spec.num_layers)]
         self._norm = files.rows(["model.norm.weight"], dtype)
-        embedding = files.rows(["model.embed_tokens.weight"], dtype)
-        self._head = make_linear(embedding if spec.tied else files.rows(["lm_head.weight"], dtype), None)
+        embedding = files.rows([_EMBEDDING], dtype)
+        self._head = make_linear(embedding if spec.tied else files.rows([_HEAD], dtype), None)
         self._embed = self._head.rows if spec.tied else TorchLinear(embedding, None).rows
 
     def __call__(
@@ -196,10 +198,9 @@ def _load_layer(spec: LeanSpec, files: WeightFiles, dtype: torch.dtype, make: Ma
     )
 
 
-def _check_names(spec: LeanSpec, files: WeightFiles) -> None:
+def _check_files(spec: LeanSpec, files: WeightFiles) -> None:
     expected, found = _expected_shapes(spec), files.shapes()
-    if spec.tied:
-        found.pop("lm_head.weight", None)  # some writers repeat it
+    repeated = spec.tied and found.pop(_HEAD, None) is not None  # some writers do that
     different = sorted(name for name in {*expected, *found} if expected.get(name) != found.get(name))
     if different:
         raise NotLean(
@@ -208,17 +209,19 @@ def _check_names(spec: LeanSpec, files: WeightFiles) -> None:
         )
     if unread := files.dtypes() - {"F32", "F16", "BF16"}:
         raise NotLean(f"its weights are of type {', '.join(sorted(unread))}")
+    if repeated and not files.are_equal(_HEAD, _EMBEDDING):  # then transformers does not tie them
+        raise NotLean("its configuration says that the head is the embedding, but its files have another one")
 
 
 def _expected_shapes(spec: LeanSpec) -> dict[str, tuple[int, ...]]:
     hidden, inner = spec.hidden_size, spec.intermediate_size
     query, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (spec.vocab_size, hidden),
+        _EMBEDDING: (spec.vocab_size, hidden),
         "model.norm.weight": (hidden,),
     }
     if not spec.tied:
-        shapes["lm_head.weight"] = (spec.vocab_size, hidden)
+        shapes[_HEAD] = (spec.vocab_size, hidden)
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),

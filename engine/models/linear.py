@@ -76,6 +76,7 @@ class _LinearModule(nn.Module):
         super().__init__()
         self.linear = linear
         self.in_features, self.out_features = like.in_features, like.out_features
+        self.bias = like.bias
 
     def forward(self, x: Tensor) -> Tensor:
         return self.linear(x)
@@ -90,12 +91,17 @@ def replace_linears(model: Any, make: MakeLinear) -> None:
     """Puts our linears where a transformers model has torch's, one after the other: no two weights exist twice at once.
 
     A weight that is another module's too, as a tied head's is, stays in that module.
+    Subclasses of torch's linear do something else, and stay.
 
     Args:
         model: A module in float32 on the CPU; mutated.
         make: Makes the linears.
     """
-    for parent in list(model.modules()):
-        for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:  # subclasses do something else
-                setattr(parent, name, _LinearModule(make(child.weight.detach(), child.bias), child))
+    for parent in [module for module in model.modules() if type(module) is not nn.Linear]:
+        for name in [name for name, child in parent.named_children() if type(child) is nn.Linear]:
+            _replace_linear(parent, name, make)
+
+
+def _replace_linear(parent: nn.Module, name: str, make: MakeLinear) -> None:
+    like: nn.Linear = getattr(parent, name)
+    setattr(parent, name, _LinearModule(make(like.weight.detach(), like.bias), like))

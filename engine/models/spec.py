@@ -107,6 +107,17 @@ _WITHOUT_EFFECT = {
     *("is_llama_config", "transformers.js_config"),
 }
 _IDENTITY_FACTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
+_SIZES = (
+    *(
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    ),
+    *("max_position_embeddings",),
+)
 
 
 def read_spec(directory: Path) -> LeanSpec:
@@ -132,6 +143,7 @@ def _spec(kind: str, config: dict[str, Any], generation: dict[str, Any]) -> Lean
     heads = config["num_attention_heads"]
     if config["num_key_value_heads"] is None:
         config["num_key_value_heads"] = heads
+    _check_numbers(config)
     head_dim = config["head_dim"] or config["hidden_size"] // heads
     if kind in ("llama", "mistral"):
         config["head_dim"] = head_dim
@@ -168,6 +180,19 @@ def _spec(kind: str, config: dict[str, Any], generation: dict[str, Any]) -> Lean
     )
 
 
+def _check_numbers(config: Mapping[str, Any]) -> None:
+    optional = [name for name in ("head_dim", "sliding_window") if config.get(name) is not None]
+    for name in (*_SIZES, *optional):
+        if type(config[name]) is not int or config[name] < 1:
+            raise NotLean(f"its {name} is {config[name]!r}")
+    if config["num_attention_heads"] % config["num_key_value_heads"]:
+        raise NotLean(
+            f"its {config['num_attention_heads']} heads are no multiple of its {config['num_key_value_heads']} KV heads"
+        )
+    if not isinstance(config["rms_norm_eps"], int | float):
+        raise NotLean(f"its rms_norm_eps is {config['rms_norm_eps']!r}")
+
+
 def _windows(kind: str, config: dict[str, Any]) -> tuple[int | None, ...]:
     """Windows of the layers; completes `sliding_window` and `layer_types` as transformers does."""
     num: int = config["num_hidden_layers"]
@@ -197,6 +222,9 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     odd = set(rope) ^ (_ROPE_KEYS[kind] | {"rope_theta", "rope_type"})
     if odd - {"type"}:
         raise NotLean(f"its rope parameters of type {kind} lack or add {', '.join(sorted(odd - {'type'}))}")
+    for name, value in rope.items():
+        if name not in ("type", "rope_type") and not isinstance(value, int | float):
+            raise NotLean(f"its {name} is {value!r}")
     return rope
 
 

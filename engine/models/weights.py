@@ -21,6 +21,7 @@ from torch import Tensor
 from pdserve.core.errors import ConfigError
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_BLOCK_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,13 @@ class WeightFiles:
                 part.copy_(raw)
         return target
 
+    def are_equal(self, one: str, other: str) -> bool:
+        """Says whether two tensors are the same, byte by byte."""
+        a, b = self._entries[one], self._entries[other]
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return False
+        return all(_block(a, at) == _block(b, at) for at in range(0, a.num_bytes, _BLOCK_BYTES))
+
     @staticmethod
     def _read_into(entry: _Entry, target: Tensor) -> None:
         view = target.view(torch.uint8).flatten().numpy().data
@@ -114,6 +122,8 @@ class WeightFiles:
             header.pop("__metadata__", None)
             for name, told in header.items():
                 begin, end = told["data_offsets"]
+                if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end):
+                    raise ValueError(f"{name} lies from {begin} to {end}")
                 entry = _Entry(file, told["dtype"], tuple(told["shape"]), 8 + size + begin, end - begin)
                 if name in self._entries:
                     raise ValueError(f"{name} is also in another file")
@@ -122,3 +132,8 @@ class WeightFiles:
                 self._entries[name] = entry
         except (struct.error, ValueError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"cannot load the model: {path}: {e}; copy it again", reason="CORRUPT_MODEL") from e
+
+
+def _block(entry: _Entry, at: int) -> bytes:
+    entry.file.seek(entry.begin + at)
+    return entry.file.read(min(_BLOCK_BYTES, entry.num_bytes - at))

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import ctypes
 
-import torch
 from torch import Tensor
 
 from pdserve.kernels import reference
 from pdserve.kernels.cpu import library
+from pdserve.kernels.cpu.arguments import are_indices, are_rows, require
 
 _NO_MEMORY = -1
 
@@ -44,22 +44,23 @@ class _StoreKV(ctypes.Structure):
 
 
 def store_kv(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
-    """As `reference.store_kv`, but a slot of -1 skips its row.
+    """As `reference.store_kv`.
 
     Raises:
         ValueError: Shapes do not fit together.
         IndexError: A slot does not exist; nothing was written.
     """
-    if not _are_plain(keys, values, key_pages, value_pages) or not _are_indices(slots):
+    if not are_rows(keys, values, key_pages, value_pages) or not are_indices(slots):
         return reference.store_kv(keys, values, key_pages, value_pages, slots)
     num_tokens, num_heads, k_dim = keys.shape
     v_dim = values.shape[2]
     num_pages, _, page_size, _ = key_pages.shape
-    _require(
+    require(
         values.shape[:2] == keys.shape[:2]
         and key_pages.shape == (num_pages, num_heads, page_size, k_dim)
         and value_pages.shape == (num_pages, num_heads, page_size, v_dim)
-        and slots.shape == (num_tokens,)
+        and slots.shape == (num_tokens,),
+        "keys, values, pages and slots",
     )
     arguments = _StoreKV(
         keys.data_ptr(), values.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr(), slots.data_ptr(),
@@ -91,9 +92,9 @@ def paged_attention(
         IndexError: Lengths do not fit together, or a page does not exist.
     """
     if not (
-        _are_plain(query, key_pages, value_pages)
-        and _are_indices(page_tables, query_starts, kv_lens)
-        and (sinks is None or (_are_plain(sinks) and sinks.device.type == "cpu"))
+        are_rows(query, key_pages, value_pages)
+        and are_indices(page_tables, query_starts, kv_lens)
+        and (sinks is None or (are_rows(sinks) and sinks.device.type == "cpu"))
     ):
         return reference.paged_attention(
             query, key_pages, value_pages, page_tables, query_starts, kv_lens,
@@ -102,13 +103,15 @@ def paged_attention(
     num_tokens, num_heads, k_dim = query.shape
     num_pages, num_kv_heads, page_size, v_dim = value_pages.shape
     num_seqs, max_pages = page_tables.shape
-    _require(
-        key_pages.shape == (num_pages, num_kv_heads, page_size, k_dim)
+    require(
+        min(num_heads, num_kv_heads, page_size) > 0
+        and key_pages.shape == (num_pages, num_kv_heads, page_size, k_dim)
         and num_heads % num_kv_heads == 0
         and query_starts.shape == (num_seqs + 1,)
         and kv_lens.shape == (num_seqs,)
         and (sinks is None or sinks.shape == (num_heads,))
-        and (window is None or window > 0)
+        and (window is None or window > 0),
+        "queries, pages, page tables and lengths",
     )
     output = query.new_empty(num_tokens, num_heads, v_dim)
     arguments = _Attention(
@@ -124,17 +127,3 @@ def paged_attention(
             raise MemoryError("attention found no memory to work in")
         raise IndexError("lengths of sequences do not fit together, or a page table names a page that does not exist")
     return output
-
-
-def _are_plain(*tensors: Tensor) -> bool:
-    """Whether the kernels read them: fp32, last dimension contiguous."""
-    return all(t.dtype is torch.float32 and t.stride(-1) == 1 for t in tensors)
-
-
-def _are_indices(*tensors: Tensor) -> bool:
-    return all(t.dtype is torch.int64 and t.stride(-1) == 1 for t in tensors)
-
-
-def _require(fits: bool) -> None:
-    if not fits:
-        raise ValueError("shapes of queries, pages, page tables and lengths do not fit together")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pdserve.kernels import reference_fused
 from pdserve.kernels.cpu import library
+from pdserve.kernels.cpu.arguments import are_rows, require
 
 
 @cache
@@ -26,11 +27,12 @@ def rms_norm(x: Tensor, weight: Tensor, output: Tensor, *, epsilon: float, resid
     Raises:
         ValueError: Shapes do not fit together.
     """
-    if not _are_rows(x, weight, output) or (residual is not None and not _are_rows(residual)) or x.dim() != 2:
+    if not are_rows(x, weight, output) or (residual is not None and not are_rows(residual)) or x.dim() != 2:
         return reference_fused.rms_norm(x, weight, output, epsilon=epsilon, residual=residual)
     num_rows, num_columns = x.shape
-    _require(
-        weight.shape == (num_columns,) and output.shape == x.shape and (residual is None or residual.shape == x.shape)
+    require(
+        weight.shape == (num_columns,) and output.shape == x.shape and (residual is None or residual.shape == x.shape),
+        "rows, weight, output and residual",
     )
     _function("pdserve_rms_norm", 4, 5, c_float)(
         x.data_ptr(), weight.data_ptr(), output.data_ptr(), None if residual is None else residual.data_ptr(),
@@ -46,11 +48,14 @@ def rotate(x: Tensor, positions: Tensor, table: Tensor) -> None:
         ValueError: Shapes do not fit together.
         IndexError: The table has no row for a position; nothing was written.
     """
-    if not _are_rows(x, table) or positions.dtype is not torch.int64 or positions.stride(0) != 1:
+    if not are_rows(x, table) or positions.dtype is not torch.int64 or positions.stride(0) != 1:
         return reference_fused.rotate(x, positions, table)
     num_tokens, num_heads, head_dim = x.shape
     num_positions, rotary_dim = table.shape
-    _require(positions.shape == (num_tokens,) and rotary_dim <= head_dim and rotary_dim % 2 == 0)
+    require(
+        positions.shape == (num_tokens,) and rotary_dim <= head_dim and rotary_dim % 2 == 0,
+        "heads, positions and table",
+    )
     if _function("pdserve_rotate", 3, 7)(
         x.data_ptr(), positions.data_ptr(), table.data_ptr(),
         num_tokens, num_heads, rotary_dim // 2, x.stride(0), x.stride(1), num_positions, table.stride(0),
@@ -65,21 +70,11 @@ def silu_mul(gate_up: Tensor, output: Tensor) -> None:
     Raises:
         ValueError: Shapes do not fit together.
     """
-    if not _are_rows(gate_up, output):
+    if not are_rows(gate_up, output):
         return reference_fused.silu_mul(gate_up, output)
     num_rows, num_columns = output.shape
-    _require(gate_up.shape == (num_rows, 2 * num_columns))
+    require(gate_up.shape == (num_rows, 2 * num_columns), "gate, up and output")
     _function("pdserve_silu_mul", 2, 4)(
         gate_up.data_ptr(), output.data_ptr(), num_rows, num_columns, gate_up.stride(0), output.stride(0)
     )
     return None
-
-
-def _are_rows(*tensors: Tensor) -> bool:
-    """Whether the kernels read them: fp32, last dimension contiguous."""
-    return all(t.dtype is torch.float32 and t.stride(-1) == 1 for t in tensors)
-
-
-def _require(fits: bool) -> None:
-    if not fits:
-        raise ValueError("shapes of the arguments do not fit together")

@@ -24,7 +24,7 @@ def load() -> ctypes.CDLL:
     directory = Path(__file__).parent
     found = [path for suffix in EXTENSION_SUFFIXES if (path := directory / f"_cpu{suffix}").is_file()]
     if not found:
-        raise Unavailable("they are not built: put a C compiler on PATH and install pdserve again")
+        raise Unavailable("they are not built: on Linux and x86-64, put a C compiler on PATH and install pdserve again")
     try:
         library = ctypes.CDLL(str(found[0]))
         abi = library.pdserve_abi()
@@ -50,11 +50,13 @@ def set_threads(count: int) -> None:
     """Sets the number of threads of this process's compiled kernels, at first 1.
 
     Args:
-        count: At least 1; the calling thread is one of them.
+        count: From 1 to 256; the calling thread is one of them.
 
     Raises:
         Unavailable: There are no compiled kernels.
-        RuntimeError: The system starts no more threads.
+        RuntimeError: There are not so many threads.
     """
     if load().pdserve_set_threads(count):
-        raise RuntimeError(f"cannot start {count} threads")
+        raise RuntimeError(
+            f"cannot start {count} threads: the system gives no more, or the number is not from 1 to 256"
+        )

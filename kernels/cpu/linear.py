@@ -104,7 +104,12 @@ class PackedLinear:
 
         Returns:
             `[num_rows, in]` float32.
+
+        Raises:
+            IndexError: There is no such row.
         """
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._num_out:
+            raise IndexError(f"rows must be below {self._num_out}, those of the weight")
         at = indices // _COLUMNS, indices % _COLUMNS
         if self._scales is None:
             return self._panels[at[0], :, at[1]]
@@ -118,8 +123,11 @@ def _contiguous(bias: Tensor | None) -> Tensor | None:
 
 
 def _check(weight: Tensor, bias: Tensor | None) -> None:
-    if weight.dim() != 2 or weight.dtype is not torch.float32:
-        raise ValueError(f"weights to pack must be float32 [out, in], not {weight.dtype} {tuple(weight.shape)}")
+    if weight.dim() != 2 or weight.dtype is not torch.float32 or not weight.numel() or weight.device.type != "cpu":
+        raise ValueError(
+            "weights to pack must be float32 [out, in] on the CPU, "
+            f"not {weight.dtype} {tuple(weight.shape)} on {weight.device}"
+        )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not torch.float32):
         raise ValueError(f"the bias of weights {tuple(weight.shape)} must be float32 [out], not {tuple(bias.shape)}")
 

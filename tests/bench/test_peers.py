@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from pdserve.bench import peers, peers_args, peers_env, peers_prepare, peers_systems
-from pdserve.bench.peers_args import PeersConfig, Suite, chosen_suites
+from pdserve.bench import peers, peers_env, peers_prepare, peers_systems
+from pdserve.bench.peers_args import PeersConfig, chosen_suites
 from pdserve.bench.peers_clients import Endpoint
 from pdserve.bench.peers_limits import Limits
 from pdserve.bench.peers_measure import Conditions, Level, items, lengths, run_system, summarize
@@ -322,4 +322,3 @@ def test_systems_get_the_same_limits_and_cores(tmp_path: Path) -> None:
 def test_config_is_refused_as_a_class() -> None:
     with pytest.raises(ConfigError, match="--num-prompts is 0"):
         PeersConfig(num_prompts=0)
-    assert isinstance(Suite(name="x", systems=[], levels=()), peers_args.Suite)

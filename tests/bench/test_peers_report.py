@@ -129,10 +129,10 @@ def test_gguf_has_the_weights_of_the_model(tmp_path: Path) -> None:
 
     import numpy as np
     from gguf import GGUFReader
-    from safetensors.numpy import load_file, save_file
+    from safetensors.numpy import save_file
 
     from pdserve.bench import peers_gguf
-    from pdserve.engine.gguf_convert import convert
+    from pdserve.engine import gguf_convert
 
     config = {
         "model_type": "llama", "max_position_embeddings": 64, "hidden_size": 64, "num_hidden_layers": 1,
@@ -160,8 +160,6 @@ def test_gguf_has_the_weights_of_the_model(tmp_path: Path) -> None:
     peers_gguf.write(source, tmp_path / "f32.gguf", "F32")
     reader = GGUFReader(tmp_path / "f32.gguf")
     assert reader.fields["tokenizer.ggml.token_type"].contents() == [1, 3, 1, 1, 1, 1, 1]
-    from pdserve.engine import gguf_convert
-
     read = {}
     heads = {"attn_q": 4, "attn_k": 2}
     for tensor in reader.tensors:
@@ -169,7 +167,6 @@ def test_gguf_has_the_weights_of_the_model(tmp_path: Path) -> None:
         data = gguf_convert._rope_halves(data, heads[kind]) if kind in heads else data
         read[gguf_convert._weight_name(tensor.name)] = data
     assert set(read) == set(weights) and all(np.array_equal(read[name], weights[name]) for name in weights)
-    assert convert is not None and load_file(source / "model.safetensors").keys() == weights.keys()
 
     peers_gguf.write(source, tmp_path / "q8.gguf", "Q8_0")
     kinds = {t.name: t.tensor_type.name for t in GGUFReader(tmp_path / "q8.gguf").tensors}

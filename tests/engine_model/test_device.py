@@ -29,12 +29,6 @@ OPTIONS = {"page_size": 4, "num_pages": 64, "max_num_seqs": 6, "max_num_batched_
 PROMPTS = [[3 + i, *range(5, 5 + 3 * i)] for i in range(9)]
 
 
-def store_kv(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
-    """As the Triton kernel: a slot of -1 skips its row."""
-    is_stored = slots >= 0
-    reference.store_kv(keys[is_stored], values[is_stored], key_pages, value_pages, slots[is_stored])
-
-
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, tables: Tensor, starts: Tensor, lens: Tensor, **options: object
 ) -> Tensor:
@@ -71,7 +65,7 @@ class StubCapture:
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "kernels_for", lambda _: Kernels(store_kv, paged_attention))
+    monkeypatch.setattr(runner, "kernels_for", lambda _: Kernels(reference.store_kv, paged_attention))
 
 
 def decode(key: str, start: int, table: list[int], num: int = 1) -> ScheduledSequence:

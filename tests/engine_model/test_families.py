@@ -14,7 +14,7 @@ from pdserve.engine.attention import ATTENTION_NAME, LayerRecorder, attend
 from pdserve.engine.kv_cache import PlainPool
 from pdserve.engine.loader import prepare_model
 from pdserve.engine.runner import ModelRunner
-from pdserve.engine.step import ScheduledSequence, SchedulerOutput
+from pdserve.engine.step import PageCopy, PageCopyKind, ScheduledSequence, SchedulerOutput
 from tests.engine_model.models import FAMILIES, VOCAB_SIZE, engine_run, make_model, plain_greedy, served
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -189,3 +189,14 @@ def test_a_row_without_a_page_for_each_of_its_tokens_is_refused_before_any_page_
     with pytest.raises(EngineError, match="sequence a has 1 pages, but computes up to position 4"):
         ModelRunner(loaded, layout, 2, memory).execute(SchedulerOutput(1, (row,), 2))
     assert bytes(memory.buffer) == before
+
+
+@pytest.mark.parametrize(
+    ("tokens", "copies"), [([VOCAB_SIZE], ()), ([1], (PageCopy(0, 9, PageCopyKind.COPY),))], ids=["token", "page"]
+)
+def test_what_does_not_exist_is_an_error_of_the_engine(tokens: list[int], copies: tuple[PageCopy, ...]) -> None:
+    loaded = served(make_model(*FAMILIES["llama"]))
+    layout = loaded.layout(4)
+    row = ScheduledSequence("a", 0, tokens, [0], None, 0, tokens, 1)
+    with pytest.raises(EngineError, match="the model failed in step 1: index"):
+        ModelRunner(loaded, layout, 2, PlainPool(layout, 2)).execute(SchedulerOutput(1, (row,), 1, copies))

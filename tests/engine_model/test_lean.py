@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,7 +127,18 @@ def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-50])
 
 
-@pytest.mark.parametrize("damage", [broken_header, cut])
+def misplaced(path: Path) -> None:
+    """A tensor that begins within the header, as long as it should be."""
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    offsets = header["model.norm.weight"]["data_offsets"]
+    header["model.norm.weight"]["data_offsets"] = [-8, offsets[1] - offsets[0] - 8]
+    changed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(changed)) + changed + data[8 + size :])
+
+
+@pytest.mark.parametrize("damage", [broken_header, cut, misplaced])
 def test_damaged_files_are_named(damage: Callable[[Path], None], tmp_path: Path) -> None:
     make_model("LlamaConfig", {}).save_pretrained(tmp_path)
     damage(tmp_path / "model.safetensors")
@@ -163,3 +175,39 @@ def test_old_files_keep_rope_parameters_elsewhere(tmp_path: Path) -> None:
     old = load_model(tmp_path, impl="lean")
     assert torch.equal(old.model._inv_freq, new.model._inv_freq)
     assert old.identity == load_model(tmp_path, impl="transformers").identity
+
+
+def test_a_head_that_the_files_repeat_is_the_embedding_or_transformers_business(tmp_path: Path) -> None:
+    """transformers ties head and embedding only where the files do not hold two different ones."""
+    make_model("LlamaConfig", {"tie_word_embeddings": True}).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    embedding = weights["model.embed_tokens.weight"]
+    save_file({**weights, "lm_head.weight": embedding.clone()}, path, {"format": "pt"})
+    assert isinstance(load_model(tmp_path).model, LeanModel)
+    save_file({**weights, "lm_head.weight": embedding.flip(0)}, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match="the head is the embedding, but its files have another one"):
+        load_model(tmp_path, impl="lean")
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    [(tokens, _)] = engine_run(load_model(tmp_path), [[5, 6, 7]], [SamplingParams(temperature=0.0, max_tokens=5)])
+    assert tokens == plain_greedy(plain, [5, 6, 7], 5)[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_key_value_heads": 3}, "4 heads are no multiple of its 3 KV heads"),
+        ({"hidden_size": "32"}, "hidden_size is '32'"),
+        ({"head_dim": -8}, "head_dim is -8"),
+        ({"max_position_embeddings": None}, "max_position_embeddings is None"),
+        ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'"),
+        ({"rope_parameters": {**LINEAR, "factor": "2"}}, "factor is '2'"),
+    ],
+)
+def test_numbers_that_are_none_are_named(changed: dict[str, Any], why: str, tmp_path: Path) -> None:
+    make_model("LlamaConfig", {}).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ConfigError, match=f"--model-impl is 'lean', but .*{why}"):
+        load_model(tmp_path, impl="lean")

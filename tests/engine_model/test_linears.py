@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import random
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import SamplingParams
+from pdserve.engine import loader
+from pdserve.engine.build import build_core
 from pdserve.engine.config import EngineConfig
+from pdserve.engine.kv_cache import PlainPool
 from pdserve.engine.loader import LoadedModel, load_model
 from pdserve.engine.models.linear import TorchLinear, linear_maker, replace_linears
 from pdserve.kernels.cpu import library
-from tests.engine_model.models import FAMILIES, VOCAB_SIZE, engine_run, make_model, plain_greedy, served
+from tests.engine_model.models import FAMILIES, VOCAB_SIZE, engine_run, make_model, plain_greedy, save_model, served
 
 compiled = pytest.mark.usefixtures("compiled_kernels")
 SOME = (
@@ -51,6 +55,7 @@ def test_a_replaced_linear_still_shows_its_weight() -> None:
     replace_linears(model, linear_maker(None))
     torch.testing.assert_close(model(x), expected)
     assert all(torch.equal(layer.weight, w) for layer, w in zip(model, weights, strict=True))  # type: ignore[arg-type]
+    assert [layer.bias is None for layer in model] == [False, True]  # type: ignore[union-attr]
 
 
 @compiled
@@ -84,3 +89,35 @@ def test_without_compiled_kernels_torch_serves_but_not_in_int8(monkeypatch: pyte
     assert linear_maker(None) is TorchLinear
     with pytest.raises(ConfigError, match=r"--quantization is 'int8', which needs .* they are not built"):
         linear_maker("int8")
+
+
+def test_no_two_weights_exist_twice_at_once() -> None:
+    inner = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = nn.Sequential(inner, nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8)))
+    kept = [weakref.ref(module.weight) for module in model.modules() if type(module) is nn.Linear]
+    alive: list[int] = []
+    del inner
+
+    def make(weight: Tensor, bias: Tensor | None) -> TorchLinear:
+        alive.append(sum(ref() is not None for ref in kept))
+        return TorchLinear(weight.clone(), bias)
+
+    replace_linears(model, make)
+    assert alive == [4, 3, 2, 1]
+
+
+def test_what_is_checked_at_load_is_what_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model("LlamaConfig", {}).save_pretrained(tmp_path)
+    checked: list[type] = []
+    monkeypatch.setattr(loader, "check_answers", lambda model, *_: checked.extend(type(m) for m in model.modules()))
+    load_model(tmp_path, impl="transformers")
+    assert checked and nn.Linear not in checked
+
+
+@compiled
+def test_threads_that_cannot_be_started_are_refused_by_flag(tmp_path: Path) -> None:
+    save_model("llama", tmp_path)
+    before = torch.get_num_threads()
+    with pytest.raises(ConfigError, match="--threads is 257"):
+        build_core(EngineConfig(model=str(tmp_path), threads=257), PlainPool)
+    assert torch.get_num_threads() == before

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+import multiprocessing
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from torch import Tensor
 
 from pdserve.kernels import reference
 from pdserve.kernels.cpu import attention, fused, library
+from pdserve.kernels.cpu.linear import PackedLinear
 from tests.kernels.naive import Case, Inputs, make_inputs, new_tokens
 
 pytestmark = pytest.mark.usefixtures("compiled_kernels")
@@ -208,6 +212,8 @@ def test_strided_queries_and_tables_and_other_strides_than_the_kernels_read() ->
         {"kv_lens": torch.tensor([0, 8])},
         {"query_starts": torch.tensor([0, 1, 8])},
         {"query_starts": torch.tensor([-1, 1, 7])},
+        {"query_starts": torch.tensor([0, 1, 5])},  # rows that no sequence has would stay unwritten
+        {"query_starts": torch.tensor([1, 2, 7])},
         {"query_starts": torch.tensor([0, 2, 1])},
         {"page_tables": torch.full((2, 2), -1)},
         {"page_tables": torch.full((2, 2), 7)},
@@ -239,15 +245,6 @@ def test_shapes_and_slots_that_do_not_fit_are_refused() -> None:
         fused.rotate(inputs.query, torch.tensor([4]), torch.zeros(4, 8))
 
 
-def test_a_padded_row_is_not_stored() -> None:
-    case = Case((1,), (8,))
-    inputs = stored(case)
-    before = inputs.key_pages.clone()
-    row = inputs.query[:, :2]
-    attention.store_kv(row, row, inputs.key_pages, inputs.value_pages, torch.tensor([-1]))
-    assert torch.equal(inputs.key_pages.nan_to_num(), before.nan_to_num())
-
-
 def test_other_types_go_to_the_reference() -> None:
     case = Case((1, 6), (9, 11))
     inputs = stored(case)
@@ -262,7 +259,9 @@ def test_without_a_library_it_says_what_builds_one(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(library, "__file__", str(tmp_path / "library.py"))
     library.load.cache_clear()
     try:
-        assert library.why_not() == "they are not built: put a C compiler on PATH and install pdserve again"
+        assert library.why_not() == (
+            "they are not built: on Linux and x86-64, put a C compiler on PATH and install pdserve again"
+        )
     finally:
         library.load.cache_clear()
 
@@ -281,3 +280,77 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
 def test_the_structures_have_the_compilers_sizes() -> None:
     assert ctypes.sizeof(attention._Attention) == library.load().pdserve_attention_bytes()
     assert ctypes.sizeof(attention._StoreKV) == library.load().pdserve_store_kv_bytes()
+
+
+def work() -> Callable[[], list[Tensor]]:
+    """Computes, with every kernel that uses threads, what one thread computes here."""
+    case = Case((1, 1, 90), (900, 3, 200), page_size=16, k_dim=64, v_dim=64)
+    inputs = stored(case)
+    torch.manual_seed(0)
+    linear, x = PackedLinear.pack(torch.randn(300, 200), torch.randn(300)), torch.randn(40, 600)
+
+    def compute() -> list[Tensor]:
+        gated, normed = torch.empty(40, 300), torch.empty_like(x)
+        fused.silu_mul(x, gated)
+        fused.rms_norm(x, x[0], normed, epsilon=1e-5)
+        return [attend(case, inputs), linear(x[:, :200]), gated, normed]
+
+    return compute
+
+
+def equal(found: list[Tensor], expected: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_engines_of_one_process_compute_at_once_while_the_number_of_threads_changes() -> None:
+    compute = work()
+    expected, done = compute(), threading.Event()
+
+    def repeat() -> bool:
+        try:
+            return all(equal(compute(), expected) for _ in range(60))
+        finally:
+            done.set()
+
+    with ThreadPoolExecutor(3) as callers:
+        results = [callers.submit(repeat) for _ in range(3)]
+        while not done.is_set():
+            for threads in (4, 1, 2, 3):
+                library.set_threads(threads)
+        assert all(result.result(60) for result in results)
+
+
+def test_a_forked_process_computes_alone_and_with_threads_of_its_own() -> None:
+    compute = work()
+    expected = compute()
+    library.set_threads(3)
+
+    def child() -> None:
+        assert equal(compute(), expected)
+        library.set_threads(2)
+        assert equal(compute(), expected)
+
+    process = multiprocessing.get_context("fork").Process(target=child)
+    process.start()
+    process.join(60)
+    process.kill()
+    assert process.exitcode == 0
+    assert equal(compute(), expected)
+
+
+@pytest.mark.parametrize("count", [0, 257])
+def test_a_number_of_threads_that_cannot_be_is_refused_and_changes_nothing(count: int) -> None:
+    library.set_threads(2)
+    with pytest.raises(RuntimeError, match=f"cannot start {count} threads"):
+        library.set_threads(count)
+    compute = work()
+    assert equal(compute(), compute())
+
+
+def test_heads_that_are_none_are_refused() -> None:
+    case = Case((1,), (8,))
+    inputs = stored(case)
+    with pytest.raises(ValueError, match="fit together"):
+        attend(case, replace(inputs, query=inputs.query[:, :0]))
+    with pytest.raises(ValueError, match="fit together"):
+        attend(case, replace(inputs, key_pages=inputs.key_pages[:, :0], value_pages=inputs.value_pages[:, :0]))

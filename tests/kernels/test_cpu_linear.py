@@ -49,7 +49,7 @@ def test_product(
     torch.manual_seed(seed)
     library.set_threads(threads)
     weight = torch.randn(num_out, num_in)
-    bias = torch.randn(num_out) if has_bias else None
+    bias = torch.randn(num_out, 2)[:, 1] if has_bias else None
     x = torch.randn(num_rows, num_in + 3)[:, :num_in]
     packed = PackedLinear.pack_int8(weight, bias) if is_int8 else PackedLinear.pack(weight, bias)
     if is_int8:
@@ -137,8 +137,14 @@ def test_what_does_not_fit_is_refused() -> None:
         PackedLinear.pack(torch.randn(10, 6).half())
     with pytest.raises(ValueError, match="bias"):
         PackedLinear.pack(torch.randn(10, 6), torch.randn(6))
-    with pytest.raises(IndexError):
-        packed.rows(torch.tensor([16]))
+    with pytest.raises(ValueError, match=r"float32 \(0, 6\)"):
+        PackedLinear.pack(torch.randn(0, 6))
+    with pytest.raises(ValueError, match=r"float32 \(10, 0\)"):
+        PackedLinear.pack_int8(torch.randn(10, 0))
+    for row in (-1, 10, 16):
+        with pytest.raises(IndexError, match="rows must be below 10"):
+            packed.rows(torch.tensor([0, row]))
+    assert packed.rows(torch.tensor([], dtype=torch.int64)).shape == (0, 6)
 
 
 def test_the_structure_has_the_compilers_size() -> None:

@@ -97,3 +97,15 @@ def test_a_row_does_not_depend_on_the_others(kernels: FusedKernels) -> None:
     kernels.rms_norm(x, weight, whole, epsilon=1e-5)
     kernels.rms_norm(x[200:201], weight, alone, epsilon=1e-5)
     assert torch.equal(whole[200:201], alone)
+
+
+@EACH
+def test_rows_without_values(kernels: FusedKernels) -> None:
+    nothing = torch.empty(3, 0)
+    kernels.rms_norm(nothing, nothing[0], torch.empty(3, 0), epsilon=1e-5, residual=torch.empty(3, 0))
+    kernels.silu_mul(nothing, torch.empty(3, 0))
+    x = torch.randn(3, 2, 4)
+    before = x.clone()
+    kernels.rotate(x, torch.tensor([0, 1, 4]), torch.empty(5, 0))
+    kernels.rotate(x[:, :0], torch.tensor([0, 1, 4]), torch.randn(5, 4))
+    assert torch.equal(x, before)

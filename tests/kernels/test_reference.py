@@ -127,3 +127,18 @@ def test_half_precision_stays_near(kernels: Kernels, dtype: torch.dtype) -> None
     inputs.keys = [k.to(dtype) for k in inputs.keys]
     inputs.values = [v.to(dtype) for v in inputs.values]
     torch.testing.assert_close(run(kernels, case, inputs).double(), expected, atol=3e-2, rtol=3e-2)
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_padded_row_is_not_stored_and_a_slot_that_does_not_exist_is_refused(
+    kernels: Kernels, dtype: torch.dtype
+) -> None:
+    keys, values = (torch.zeros(3, 2, 4, 8, dtype=dtype) for _ in range(2))
+    rows = torch.ones(2, 2, 8, dtype=dtype)
+    kernels.store_kv(rows, rows, keys, values, torch.tensor([-1, 5]))
+    assert keys[1, :, 1].all() and keys.sum() == values.sum() == 16
+    for slot in (-2, 12):
+        with pytest.raises(IndexError, match="slots must be below 12"):
+            kernels.store_kv(rows, rows, keys, values, torch.tensor([0, slot]))
+    assert keys.sum() == values.sum() == 16

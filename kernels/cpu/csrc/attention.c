@@ -163,9 +163,9 @@ static int64_t num_floats(const Attention *a) {
     return tokens * a->num_kv_heads * (a->k_dim + a->v_dim);
 }
 
-/* Whether lengths fit together and every page that is read exists. */
+/* Whether the sequences are all of the new tokens, lengths fit together and every page that is read exists. */
 static int is_sound(const Attention *a) {
-    if (a->query_starts[0] < 0 || a->query_starts[a->num_seqs] > a->num_tokens) return 0;
+    if (a->query_starts[0] != 0 || a->query_starts[a->num_seqs] != a->num_tokens) return 0;
     for (int64_t i = 0; i < a->num_seqs; i++) {
         int64_t num_new = a->query_starts[i + 1] - a->query_starts[i], kv_len = a->kv_lens[i];
         if (num_new < 0 || num_new > kv_len || kv_len > a->max_pages * a->page_size) return 0;
@@ -180,8 +180,8 @@ static int is_sound(const Attention *a) {
 EXPORT int pdserve_paged_attention(const Attention *a) {
     Plan plan = {.a = a};
     float *states = NULL;
-    if (a->num_seqs == 0) return DONE;
     if (!is_sound(a)) return BAD_INDEX;
+    if (a->num_seqs == 0) return DONE;
     plan.shares = malloc(sizeof(Share) * (size_t)a->num_seqs);
     if (!plan.shares) return NO_MEMORY;
     int64_t threads = num_floats(a) < SERIAL_FLOATS ? 1 : pool_threads();

@@ -1,14 +1,16 @@
 /* Causal fp32 attention over KV pages read in place. See kernels/reference.py for the meaning of each argument.
  *
  * A sequence's tokens are divided at multiples of PART: a part's softmax is computed whole, then merged into the rows'
- * running state, parts in order. So a row's bits depend on its own sequence alone, not on the batch, the number of
- * threads or which thread did what. Tokens of a page outside of the sequence are never read.
+ * running state, parts in order. So a row's bits depend on its own sequence alone, and on whether it is that one's only
+ * new token; not on other sequences, the number of threads or which thread did what. Tokens of a page outside of the
+ * sequence are never read.
  */
 #ifndef PDSERVE_ATTENTION_H
 #define PDSERVE_ATTENTION_H
 
 #include <stdint.h>
 
+#include "sizes.h"
 #include "status.h"
 
 enum { PART = 128 };
@@ -51,10 +53,6 @@ static inline Segment segment_at(const Attention *a, int64_t seq, int64_t kv_hea
     };
     return s;
 }
-
-static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* The first token that the query at `position` sees. */
 static inline int64_t first_seen(const Attention *a, int64_t position) {

@@ -3,14 +3,13 @@
 #include <math.h>
 
 #include "pool.h"
+#include "sizes.h"
 #include "status.h"
 #include "vec.h"
 
 enum { FLOATS_PER_ITEM = 1 << 14 }; /* what is worth another thread */
 
-static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-
-/* Runs `items` rows of `floats` each, several to an item of the pool. */
+/* Runs `num_rows` rows of `floats` each, several to an item of the pool. */
 typedef struct {
     void (*rows)(const void *arguments, int64_t first, int64_t last);
     const void *arguments;
@@ -25,13 +24,14 @@ static void run_split(void *context, int64_t item) {
 
 static void for_rows(void (*rows)(const void *, int64_t, int64_t), const void *arguments, int64_t num_rows,
                      int64_t floats) {
+    if (floats == 0) return;
     int64_t per_item = FLOATS_PER_ITEM / floats + 1;
     if (num_rows <= per_item) {
         rows(arguments, 0, num_rows);
         return;
     }
     Split s = {rows, arguments, num_rows, per_item};
-    pool_run(run_split, &s, (num_rows + per_item - 1) / per_item);
+    pool_run(run_split, &s, ceil_div(num_rows, per_item));
 }
 
 typedef struct {

@@ -10,6 +10,7 @@
 #include "linear.h"
 
 #include "pool.h"
+#include "sizes.h"
 #include "vec.h"
 
 enum { MR = 6, NR = PANEL, DEPTH = 256, ITEMS_PER_THREAD = 6, FLOATS_PER_ITEM = 1 << 13 };
@@ -19,10 +20,6 @@ typedef struct {
     void (*run_panel)(const Linear *l, int64_t panel, int64_t first, int64_t num_rows);
     int64_t panels_per_item, items_per_block; /* an item: so many panels, for one block of rows */
 } Plan;
-
-static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t max_of(int64_t a, int64_t b) { return a > b ? a : b; }
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* y[rows][16] := (y, or start) + x[rows][depth] weights[depth][16]; of y only the lanes low and high are touched. */
 AVX2_INLINE void multiply(const int rows, const int is_whole, const float *x, int64_t x_stride, const float *weights,

@@ -8,12 +8,10 @@
  * Two products of 16 bits cost what one of fp32 does. Tiles have four rows: of six, sums left the registers (gcc 12). */
 #include "linear.h"
 #include "pool.h"
+#include "sizes.h"
 #include "vec.h"
 
 enum { MR = 4, PAIRS = GROUP / 2, GROUPS = 4 /* stay in the first cache */, PAIR_WIDTH = 2 * PANEL, ROWS_PER_ITEM = 8 };
-
-static inline int64_t min_of(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* The workspace: [num_rows, groups, GROUP] int16, then [num_rows, groups] scales. */
 static inline int16_t *integers(const Linear *l) { return l->workspace; }

@@ -12,7 +12,7 @@
 #include <stdatomic.h>
 #include <stdlib.h>
 
-enum { SPINS = 4000, MAX_THREADS = 256 };
+enum { SPINS = 4000 };
 
 static pthread_mutex_t busy = PTHREAD_MUTEX_INITIALIZER; /* held by the one call that uses the workers */
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER; /* of the two conditions */
@@ -117,7 +117,7 @@ static void forget(void) {
 
 EXPORT int pdserve_set_threads(int count) {
     static int registered;
-    count = count < 1 ? 1 : count > MAX_THREADS ? MAX_THREADS : count;
+    if (count < 1 || count > MAX_THREADS) return -1;
     pthread_mutex_lock(&busy);
     if (!registered) registered = !pthread_atfork(NULL, NULL, forget);
     atomic_store(&wanted, count);

@@ -13,7 +13,10 @@ void pool_run(void (*fn)(void *context, int64_t index), void *context, int64_t c
 /* Threads that take part, the caller included. */
 int pool_threads(void);
 
-/* Sets the number of threads, 1 at first. Returns 0, or -1 where a thread could not be started (fewer serve then). */
+enum { MAX_THREADS = 256 };
+
+/* Sets the number of threads, 1 at first. Returns 0, or -1: the number is not between 1 and MAX_THREADS (nothing has
+ * changed), or the system starts no more (fewer serve). */
 EXPORT int pdserve_set_threads(int count);
 
 #endif

@@ -30,7 +30,7 @@ AVX2_INLINE float max_lanes(__m256 x) {
 }
 
 /* x = n ln2 + r with |r| <= ln2 / 2. *power = 2^n; result = e^r - 1 (Taylor, degree 7: the next term is below 6e-9).
- * |n| <= 126. */
+ * -126 <= n <= 127. */
 AVX2_INLINE __m256 reduced_expm1(__m256 x, __m256 *power) {
     __m256 n = _mm256_mul_ps(x, _mm256_set1_ps(1.44269504f));
     n = _mm256_round_ps(n, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
