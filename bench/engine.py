@@ -49,10 +49,10 @@ class Experiment(Protocol):
 class BenchOptions:
     """What every experiment takes."""
 
-    quick: bool = option(False, "a size that ends within seconds, to see that it works; its numbers mean little")
+    quick: bool = option(False, "a small size, to see that it works; its numbers mean little")
     repeats: int = option(3, "interleaved runs; medians are reported", unit="runs", minimum=1)
     seed: int = option(0, "seed of everything random", minimum=0)
-    json: str | None = option(None, "write the report to this file")
+    json: str | None = option(None, "write the report to this file", unit="file")
 
     def __post_init__(self) -> None:
         check(self)

@@ -112,7 +112,7 @@ def _rows(name: str, items: Sequence[Item], runs: dict[str, list[Served]], size:
         ]
     ratio = _gain(runs)
     if name == "uniform":
-        return [*rows, Row(f"{name}: output, continuous ÷ static", ratio, "", "0.97 .. 1.03")]
+        return [*rows, Row(f"{name}: continuous ÷ static", ratio, "", "0.97 .. 1.03")]
     return [*rows, *_arithmetic(name, items, runs, size, ratio), *_composition(name, runs["continuous"])]
 
 
@@ -137,15 +137,15 @@ def _arithmetic(
     prompt_tokens = sum(len(item.prompt_token_ids) for item in items)
     allowed = cost.of(theirs, prompt_tokens) / max(cost.of(ours, prompt_tokens), 1e-9)
     return [
-        Row(f"{name}: slots taken by static (steps x slots)", theirs.steps * size, "slots"),
+        Row(f"{name}: slots taken by static", theirs.steps * size, "slots"),
         Row(f"{name}: slots taken by continuous", ours.steps * size, "slots"),
-        Row(f"{name}: slots taken, static ÷ continuous", theirs.steps / ours.steps, ""),
-        Row(f"{name}: rows computed, static ÷ continuous", theirs.rows / ours.rows, ""),
+        Row(f"{name}: slots, static ÷ continuous", theirs.steps / ours.steps, ""),
+        Row(f"{name}: rows, static ÷ continuous", theirs.rows / ours.rows, ""),
         Row(f"{name}: time of a step, fitted", cost.step_s * 1000, "ms"),
         Row(f"{name}: and of each row in it", cost.row_s * 1000, "ms"),
         Row(f"{name}: and of each prompt token in it", cost.chunk_token_s * 1000, "ms"),
-        Row(f"{name}: output, continuous ÷ static, allowed", allowed, ""),
-        Row(f"{name}: output, continuous ÷ static, measured", measured, ""),
+        Row(f"{name}: continuous ÷ static, allowed", allowed, ""),
+        Row(f"{name}: continuous ÷ static, measured", measured, ""),
         Row(f"{name}: measured ÷ allowed", measured / allowed if allowed else None, "", ">= 0.9"),
     ]
 
@@ -156,8 +156,8 @@ def _composition(name: str, runs: Sequence[Served]) -> list[Row]:
     alone = [s.seconds * 1000 for s in steps if not s.num_chunk_tokens]
     beside = [s.seconds * 1000 for s in steps if s.num_chunk_tokens]
     return [
-        Row(f"{name}, continuous: step of decodes alone", _median(alone), "ms"),
-        Row(f"{name}, continuous: step of decodes and prompts", _median(beside), "ms"),
+        Row(f"{name}: step with decodes alone", _median(alone), "ms"),
+        Row(f"{name}: step with prompts beside them", _median(beside), "ms"),
     ]
 
 
@@ -171,11 +171,11 @@ def _useful(steps: Sequence[Step], size: int) -> float:
 
 def _notes(options: BatchingOptions, size: int) -> list[str]:
     return [
-        f"lengths: mixed 10, 50, 100, 200 / {options.mixed_scale:g}; chat (ShareGPT-like) and {TRACE.name} / "
+        f"lengths: mixed 10, 50, 100, 200 ÷ {options.mixed_scale:g}; chat (ShareGPT-like) and {TRACE.name} ÷ "
         f"{options.scale:g}; uniform {options.uniform_len}; {options.num_prompts} requests each, all at once: "
         "so dynamic differs from static only in what the last, smaller batch waits",
         f"a slot is one of {size} places in every step, a row a place with a sequence in it; useful: rows whose work "
         "somebody wanted / slots",
-        "allowed: what the output lengths alone give, with the time of steps, rows and prompt tokens fitted to the "
-        "steps that were measured here",
+        "continuous ÷ static: tokens per second; allowed: what the output lengths alone give, with the time of steps, "
+        "rows and prompt tokens fitted to the steps that were measured here; the last two: medians of continuous",
     ]

@@ -107,8 +107,8 @@ def run(options: InterferenceOptions, setting: Setting) -> Findings:
     for name, several in runs.items():
         rows += _rows(f"prompts {name}", several, statistics.median(predicted[name]))
     notes = [
-        f"{options.num_prompts} prompts of {options.length:,} tokens ({options.prompt_len:,} / {options.scale:g}), one "
-        "after the other",
+        f"{options.num_prompts} x a prompt of {options.length:,} tokens ({options.prompt_len:,} ÷ {options.scale:g}), "
+        "one after the other",
         "ITL: between two tokens of a decode, from a prompt's arrival to its first token; TTFT: that time",
         "predicted: a step with these decodes and a chunk that fills the budget, measured by itself; the context "
         "behind the chunk, which grows with the prompt, is not in it",

@@ -118,6 +118,6 @@ def _findings(talks: dict[bool, list[list[Turn]]], seconds: dict[bool, list[floa
     )
     rows.append(Row("answers equal with and without the cache (1: yes)", int(same), "", "1"))
     ratio = statistics.median(on / off for on, off in zip(seconds[True], seconds[False], strict=True))
-    rows.append(Row("prompts that share nothing: time with the cache ÷ without", ratio, "", "< 1.01"))
+    rows.append(Row("prompts that share nothing: time with ÷ without", ratio, "", "< 1.01"))
     note = "a turn's prompt is all that was said before and something new; medians of interleaved runs"
     return Findings(title="prefix cache", rows=rows, notes=[note])

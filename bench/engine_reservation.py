@@ -55,7 +55,7 @@ def run(options: ReservationOptions, setting: Setting) -> Findings:
     kept = [r for r in rows if power_of_two(r.input_tokens + power_of_two(r.output_tokens)) <= options.longest]
     rows_: list[Row] = []
     uses: dict[str, Use] = {}
-    for name in ("paged on demand", "maximum length", "buddy, powers of two"):
+    for name in ("paged on demand", "maximum length", "buddy blocks"):
         setting.say(name)
         uses[name] = use = _use(name, kept, options, setting)
         goal = ">= 95" if name == "paged on demand" else None

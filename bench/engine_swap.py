@@ -83,7 +83,7 @@ def run(options: SwapOptions, setting: Setting) -> Findings:
         "the length when the older one arrives; some twenty tokens more when it preempts",
         "from the step that preempts to the sequence's next token, less two steps undisturbed; 0 or less: noise",
         "estimated: from what was measured at start; --preemption-mode auto chooses by it",
-        str(lab.costs),
+        f"measured at start: {lab.costs}",
     ]
     return Findings(title="swap against recompute", rows=rows, notes=notes)
 

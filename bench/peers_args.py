@@ -37,7 +37,7 @@ class PeersConfig:
     build_only: bool = option(False, "build the environments, start and ask every system once, and end")
     quick: bool = option(False, "few requests, one round: to see that it works; its numbers mean little")
     seed: int = option(0, "seed of the prompts", minimum=0)
-    json: str | None = option(None, "write the report to this file")
+    json: str | None = option(None, "write the report to this file", unit="file")
 
     def __post_init__(self) -> None:
         check(self)

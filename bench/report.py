@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import platform
+import re
 import shlex
 import subprocess
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -56,7 +58,7 @@ class Report:
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Prints the table and its notes."""
+    """Prints the table, with a line between groups of rows whose names begin alike, and its notes."""
     has_goal = any(row.goal for row in report.rows)
     table = Table(title=report.title, title_justify="left")
     table.add_column("what")
@@ -64,7 +66,11 @@ def print_report(report: Report, console: Console) -> None:
     table.add_column("unit")
     if has_goal:
         table.add_column("goal")
-    for row in report.rows:
+    heads = [re.split("[:,]", row.name)[0] for row in report.rows]
+    sizes = Counter(heads)
+    for at, row in enumerate(report.rows):
+        if at and heads[at] != heads[at - 1] and max(sizes[heads[at]], sizes[heads[at - 1]]) > 2:
+            table.add_section()
         cells = [row.name, _shown(row.value), row.unit]
         table.add_row(*cells, *([row.goal or ""] if has_goal else []))
     console.print(table)

@@ -41,6 +41,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit status: 0 done, 1 failed, 2 wrong command line or configuration, 130 interrupted.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        try:
+            status = _dispatch(words)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader (e.g. `head`) left: what Python would flush at exit has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = BROKEN_PIPE
+    if argv is None and words and words[0] in SERVICES:
+        _end_now(status)
+    return status
+
+
+def _dispatch(words: list[str]) -> int:
     if not words or words[0] in ("-h", "--help", "help"):
         print(_help())
         return 0 if words else 2
@@ -54,10 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         hint = f"did you mean '{close[0]}'? " if close else ""
         sys.stderr.write(f"pdserve: unknown command '{words[0]}'\n{hint}Try 'pdserve --help'.\n")
         return 2
-    status = _run(words[0], words[1:])
-    if argv is None and words[0] in SERVICES:
-        _end_now(status)
-    return status
+    return _run(words[0], words[1:])
 
 
 def _run(command: str, argv: list[str]) -> int:
@@ -82,10 +94,6 @@ def _run(command: str, argv: list[str]) -> int:
         return 1
     except KeyboardInterrupt:
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader (e.g. `head`) left: what Python would flush at exit has nowhere to go.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
 
 
 def _end_now(status: int) -> NoReturn:

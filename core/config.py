@@ -62,7 +62,7 @@ def option(
     Args:
         default: Value when no source gives one.
         help: One line, for `--help`.
-        unit: Unit of the value; empty for names and switches.
+        unit: Unit of the value, or what kind of thing it is ("file"); empty for names and switches.
         choices: The values allowed, for closed sets.
         minimum: Smallest value allowed.
         maximum: Largest value allowed.

@@ -43,6 +43,13 @@ class PreemptionCosts:
     swap_fixed_s: float
     page_size: int
 
+    def __str__(self) -> str:
+        steps = ", ".join(f"{tokens} tokens {1000 * seconds:.1f} ms" for tokens, seconds in self.step_points)
+        return (
+            f"steps of {steps}, {1e6 * self.context_s:.3g} ms more per 1,000 pairs with earlier tokens; a page copied "
+            f"in {1000 * self.page_copy_s:.2f} ms, {1000 * self.swap_fixed_s:.2f} ms per swap besides"
+        )
+
     def recompute_s(self, num_tokens: int) -> float:
         """Seconds to compute so many tokens, in chunks of the token budget."""
         num_full, rest = divmod(num_tokens, self.token_budget)

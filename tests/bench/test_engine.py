@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from pdserve.bench import engine
 from pdserve.bench.engine import EXPERIMENTS
 from pdserve.bench.engine_lab import Lab, VirtualTime, serve
 from pdserve.bench.engine_scheduler import pass_through
+from pdserve.bench.report import Report, Row, print_report
 from pdserve.bench.reservation import Buddy, MaximumLength, power_of_two, simulate
 from pdserve.bench.slots import Slots, StepCost, continuous, fit_cost, fixed
 from pdserve.bench.workload import Item, TraceRow
@@ -118,3 +120,12 @@ def test_a_hundred_thousand_sequences_leave_nothing_behind() -> None:
 
 def test_many_sequences_leave_nothing_behind() -> None:
     assert pass_through(2000).num_left == 0
+
+
+def test_groups_of_rows_are_set_apart() -> None:
+    rows = [
+        Row(f"{head}: {what}", 1, "") for head in ("16 tokens", "32 tokens") for what in ("swap", "recompute", "ratio")
+    ]
+    console = Console(record=True, width=80)
+    print_report(Report(title="t", command=[], seed=0, rows=[*rows, Row("mean", 1, ""), Row("P99", 1, "")]), console)
+    assert [line[0] for line in console.export_text().splitlines()[4:14]] == list("│││├│││├││")

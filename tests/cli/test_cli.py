@@ -229,3 +229,18 @@ def test_the_end_of_a_log_is_that_of_this_process(tmp_path: Path) -> None:
     child = Child("worker", [sys.executable, "-c", "import sys; sys.stderr.write('why it ended')"], log)
     assert child.wait(60)
     assert child.log_tail() == "    why it ended" and log.read_text().startswith("of the process before")
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["--version"], ["bench", "--help"], ["generate", "--help"], ["bench", "engine", "--help"]]
+)
+def test_a_reader_that_left_is_no_failure_of_ours(words: list[str]) -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as pipe:
+        command = [sys.executable, "-m", "pdserve.cli", *words]
+        done = subprocess.run(
+            command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=environ
+        )
+    assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
