@@ -14,6 +14,7 @@ import xxhash
 
 from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.sockets import Closed, recv_exactly, tune
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import PageSink, PageSource, SourcePageRef
@@ -33,6 +34,7 @@ class Plane:
 
 
 PLANES = {
+    "shm": Plane(lambda pool: ShmPageSource(pool, IDENTITY), lambda pool: ShmPageSink(pool, IDENTITY)),
     "tcp": Plane(lambda pool: TcpPageSource(pool, IDENTITY), lambda pool: TcpPageSink(pool, IDENTITY)),
 }
 

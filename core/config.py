@@ -266,7 +266,7 @@ class WorkerConfig:
     )
     kv_transfer_config: str | None = option(
         None,
-        'how KV pages travel: JSON, or a file with it, e.g. {"transports": ["tcp"]}: data planes, most wanted first',
+        'how KV pages travel, JSON or a file with it: data planes by preference; default {"transports":["shm","tcp"]}',
     )
     reserve_wait_s: float = option(5.0, "time that a reservation waits for free pages", unit="s", minimum=0)
     pull_idle_s: float = option(2.0, "a pull that receives nothing for this long fails", unit="s", minimum=0.05)

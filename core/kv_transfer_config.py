@@ -9,7 +9,7 @@ from pathlib import Path
 from pdserve.core.errors import ConfigError
 
 FLAG = "--kv-transfer-config"
-TRANSPORTS = ("tcp",)
+TRANSPORTS = ("shm", "tcp")
 """Names of the data planes, the default order of preference."""
 
 

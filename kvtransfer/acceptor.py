@@ -1,4 +1,4 @@
-"""Acceptor: the door of the tcp data plane. One thread, in which nothing blocks, for all who have not said hello.
+"""Acceptor: the door of a data plane. One thread, in which nothing blocks, for all who have not said hello.
 
 | stage of a stranger | what it costs us beside its descriptor |
 | --- | --- |
@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from pdserve.core.errors import ConfigError, TransferError
+from pdserve.core.errors import TransferError
 from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
 
@@ -62,28 +62,24 @@ class Acceptor:
     """Listens, and passes on the connections whose hello is one.
 
     Args:
-        host: Address to listen on.
-        port: Port; 0 picks a free one.
+        listener: Listens already; closed by `close`.
         admit: Called in the acceptor's thread with a connection and its hello; takes the connection, or returns False.
         tls: Connections must be members'; None: plain ones.
-
-    Raises:
-        ConfigError: The port cannot be listened on.
+        may_speak: Says, in that thread too, whether a new connection is listened to at all; None: every one.
 
     Attributes:
         num_refused: Connections that were not passed on, or not taken.
     """
 
     def __init__(
-        self, host: str, port: int, admit: Callable[[socket.socket, wire.HelloFrame], bool], tls: Tls | None = None
+        self,
+        listener: socket.socket,
+        admit: Callable[[socket.socket, wire.HelloFrame], bool],
+        tls: Tls | None = None,
+        may_speak: Callable[[socket.socket], bool] | None = None,
     ) -> None:
-        self._admit, self._tls = admit, tls
-        try:
-            self._listener = socket.create_server((host, port), backlog=128)
-        except OSError as e:
-            raise ConfigError(f"--data-port {port}: cannot listen on {host}: {e.strerror}") from e
+        self._listener, self._admit, self._tls, self._may_speak = listener, admit, tls, may_speak
         self._listener.setblocking(False)
-        self.port: int = self._listener.getsockname()[1]
         self.num_refused = 0
         self._closing = False
         self._strangers: dict[_Stranger, None] = {}  # in the order of their coming
@@ -136,6 +132,10 @@ class Acceptor:
                 time.sleep(NO_DESCRIPTOR_PAUSE_S)  # the peer still waits: without a pause this thread would spin
             return
         sock.setblocking(False)
+        if self._may_speak is not None and not self._may_speak(sock):
+            self.num_refused += 1
+            sock.close()
+            return
         if len(self._strangers) >= MAX_STRANGERS:
             self._refuse(min(self._strangers, key=lambda s: s.stage))
         stranger = _Stranger(sock, time.monotonic() + HELLO_TIMEOUT_S)

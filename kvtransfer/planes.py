@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from pdserve.core.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.tls import Tls
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import PageSink, PageSource
+
+_log = logging.getLogger(__name__)
 
 NEVER_IN_THE_CLEAR = ("tcp", "shm")
 """Planes that encrypt where the process has TLS, or that do not leave the host."""
@@ -43,10 +47,11 @@ def make_sources(
         Sources by plane, most wanted first; the caller closes them.
 
     Raises:
-        ConfigError: One cannot work here.
+        ConfigError: One cannot work here; by default shm is left out then.
     """
     check_encryption(config.kv_transfer.transports, tls)
     makers: Mapping[str, Callable[[], PageSource]] = {
+        "shm": lambda: ShmPageSource(pool, identity_digest),
         "tcp": lambda: TcpPageSource(
             pool,
             identity_digest,
@@ -59,7 +64,12 @@ def make_sources(
     sources: dict[str, PageSource] = {}
     try:
         for name in config.kv_transfer.transports:
-            sources[name] = makers[name]()
+            try:
+                sources[name] = makers[name]()
+            except ConfigError as e:
+                if name != "shm" or config.kv_transfer_config is not None:
+                    raise
+                _log.warning("%s", e.message)  # nobody asked for it; the other planes serve
     except BaseException:
         close_sources(sources)
         raise
@@ -83,6 +93,7 @@ def make_sinks(config: WorkerConfig, pool: KvPool, identity_digest: bytes, tls: 
     """
     check_encryption(config.kv_transfer.transports, tls)
     makers: Mapping[str, Callable[[], PageSink]] = {
+        "shm": lambda: ShmPageSink(pool, identity_digest, idle_s=config.pull_idle_s),
         "tcp": lambda: TcpPageSink(
             pool,
             identity_digest,

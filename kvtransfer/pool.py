@@ -5,12 +5,12 @@ The service allocates it once and passes `buffer` to the engine; transports read
 
 from __future__ import annotations
 
-import mmap
 import os
 from typing import Protocol
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.layout import KVLayout
+from pdserve.kvtransfer import memfd
 
 
 class PageMemory(Protocol):
@@ -30,9 +30,13 @@ class PageMemory(Protocol):
         """The bytes of one page, writable."""
         ...
 
+    def run(self, page_id: int, num_pages: int) -> memoryview:
+        """The bytes of pages that lie one after the other, writable."""
+        ...
+
 
 class KvPool:
-    """Page memory in a memfd.
+    """Page memory in a memfd, see `memfd`.
 
     Args:
         layout: Gives the size of a page.
@@ -50,15 +54,11 @@ class KvPool:
         self.page_bytes = layout.page_bytes
         size = num_pages * self.page_bytes
         try:
-            self.fd = os.memfd_create("pdserve-kv", os.MFD_CLOEXEC)
-        except (AttributeError, OSError) as e:
+            self.fd, self.buffer = memfd.create("pdserve-kv", size)
+        except AttributeError as e:
             raise ConfigError(f"KV pool: this system has no memfd ({e}); pdserve workers need Linux") from e
-        try:
-            os.ftruncate(self.fd, size)
-            self.buffer = memoryview(mmap.mmap(self.fd, size))
         except (OSError, ValueError) as e:
-            os.close(self.fd)
-            raise ConfigError(f"KV pool: cannot map {size} bytes ({e}); lower --kv-cache-memory-bytes") from e
+            raise ConfigError(f"KV pool: cannot have {size} bytes ({e}); lower --kv-cache-memory-bytes") from e
 
     def page(self, page_id: int) -> memoryview:
         """The bytes of one page, writable.
@@ -66,9 +66,17 @@ class KvPool:
         Raises:
             IndexError: There is no such page.
         """
-        if not 0 <= page_id < self.num_pages:
-            raise IndexError(f"page {page_id} of {self.num_pages}")
-        return self.buffer[page_id * self.page_bytes : (page_id + 1) * self.page_bytes]
+        return self.run(page_id, 1)
+
+    def run(self, page_id: int, num_pages: int) -> memoryview:
+        """The bytes of pages that lie one after the other, writable.
+
+        Raises:
+            IndexError: One of them does not exist.
+        """
+        if not 0 <= page_id <= page_id + num_pages <= self.num_pages or num_pages < 1:
+            raise IndexError(f"pages {page_id} to {page_id + num_pages - 1} of {self.num_pages}")
+        return self.buffer[page_id * self.page_bytes : (page_id + num_pages) * self.page_bytes]
 
     def close(self) -> None:
         """Gives up the memory; the system gets it back when the last view (a tensor, a page) dies. Idempotent."""

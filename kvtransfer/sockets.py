@@ -1,10 +1,13 @@
-"""Blocking socket reads and writes of whole buffers, shared by both ends of the tcp data plane."""
+"""Blocking socket reads and writes of whole buffers, and what else the data planes ask of their sockets."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import socket
 import ssl
+import struct
 from collections.abc import Sequence
 
 SOCKET_BUFFER_BYTES = 4 << 20
@@ -68,3 +71,33 @@ def shut_down(sock: socket.socket) -> None:
     """
     with contextlib.suppress(OSError):  # not connected any more
         socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+
+def has_ended(sock: socket.socket) -> bool:
+    """Says whether a connection on which the peer has nothing to say is over."""
+    poll = select.poll()
+    poll.register(sock, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def is_same_user(sock: socket.socket) -> bool:
+    """Says whether the other end of a connected unix socket belongs to this process's user."""
+    credentials = struct.Struct("3i")  # pid, uid, gid
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size)
+    _, uid, _ = credentials.unpack(raw)
+    return int(uid) == os.geteuid()
+
+
+def receive_descriptors(sock: socket.socket, num_bytes: int, max_num: int) -> tuple[bytes, list[int]]:
+    """Reads one message of a unix socket and the descriptors beside it, which the caller closes.
+
+    Raises:
+        OSError: The socket failed, or there is nothing to read yet (BlockingIOError).
+    """
+    room = socket.CMSG_SPACE(max_num * struct.calcsize("i"))
+    raw, ancillary, _, _ = sock.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
+    fds: list[int] = []
+    for level, kind, data in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds += [fd for (fd,) in struct.iter_unpack("i", data[: len(data) - len(data) % struct.calcsize("i")])]
+    return raw, fds

@@ -25,6 +25,7 @@ from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.sockets import Closed, send_all, shut_down, tune
+from pdserve.kvtransfer.tasks import settled
 from pdserve.kvtransfer.tcp_source import TcpPageSource
 from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 
@@ -169,7 +170,7 @@ class TcpPageSink:
         except asyncio.CancelledError:
             job.cancel()
             future.cancel()  # if no thread has taken it yet
-            await _settled(waiter)
+            await settled(waiter)
             raise
         finally:
             self._jobs.discard(job)
@@ -339,14 +340,3 @@ def _frame_or_error(header: memoryview) -> wire.Frame:
     if isinstance(frame, wire.ErrFrame):
         raise TransferError(f"the source refused: {frame.text}", reason=frame.code.name)
     return frame
-
-
-async def _settled(waiter: asyncio.Future[int]) -> None:
-    """Waits until the thread is done, however often the caller is cancelled meanwhile."""
-    while not waiter.done():
-        try:
-            await asyncio.wait([waiter])
-        except asyncio.CancelledError:
-            continue
-    if not waiter.cancelled():
-        waiter.exception()  # the cancellation is what is told

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-from pdserve.core.errors import TransferError
+from pdserve.core.errors import ConfigError, TransferError
 from pdserve.core.net import advertised_address
 from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
@@ -74,8 +74,12 @@ class TcpPageSource:
     ) -> None:
         self._memory, self._digest_prefix = memory, identity_digest[: wire.DIGEST_PREFIX_BYTES]
         self._send_idle_s = send_idle_s
-        self._acceptor = Acceptor(host, port, self._admit, tls)
-        self._address = advertise_address or advertised_address(host, self._acceptor.port)
+        try:
+            listener = socket.create_server((host, port), backlog=128)
+        except OSError as e:
+            raise ConfigError(f"--data-port {port}: cannot listen on {host}: {e.strerror}") from e
+        self._acceptor = Acceptor(listener, self._admit, tls)
+        self._address = advertise_address or advertised_address(host, listener.getsockname()[1])
         self._lock = threading.RLock()  # guards everything below
         self._tokens: dict[bytes, set[socket.socket]] = {}
         self._published: dict[str, _Published] = {}

@@ -46,7 +46,7 @@ class PageSource(Protocol):
 
     @property
     def address(self) -> str:
-        """What readers must know to reach it: tcp host:port."""
+        """Where readers reach it: tcp host:port, shm "@" and the name of an abstract unix socket."""
         ...
 
     def new_reader(self) -> bytes:
@@ -62,7 +62,10 @@ class PageSource(Protocol):
         ...
 
     async def withdraw(self, transfer_id: str) -> None:
-        """Ends a transfer; returns when no read of its pages is in flight. Idempotent."""
+        """Ends a transfer; afterwards its pages may be written. Idempotent.
+
+        Returns when no read of its pages is in flight, or when every read that still is will find that it failed.
+        """
         ...
 
     def close(self) -> None:

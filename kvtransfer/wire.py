@@ -7,6 +7,7 @@
 | PAGE | source | page_id u32, generation u32, checksum u64, length u32 | the raw bytes of the page |
 | END | source | number of pages u32 | - |
 | ERR | source | code u32, text 48s (UTF-8, zero-padded) | - |
+| MEMORY | source | number of pages u32, bytes of a page u64 | - (two descriptors come with it, see `shm_source`) |
 
 Common: magic u32, version u8, kind u8, reserved u16. Bytes that a frame does not use are zero. The incarnation is not
 repeated: a token is minted for one control stream, whose hello named both incarnations. Decoding never allocates more
@@ -42,6 +43,7 @@ class Kind(IntEnum):
     PAGE = 3
     END = 4
     ERR = 5
+    MEMORY = 6
 
 
 class ErrCode(IntEnum):
@@ -99,7 +101,15 @@ class ErrFrame:
     text: str
 
 
-Frame = HelloFrame | GetHeader | PageHeader | EndFrame | ErrFrame
+@dataclass(frozen=True, slots=True)
+class MemoryFrame:
+    """The pool that the descriptors beside it show."""
+
+    num_pages: int
+    page_bytes: int
+
+
+Frame = HelloFrame | GetHeader | PageHeader | EndFrame | ErrFrame | MemoryFrame
 
 _FIELDS = {
     Kind.HELLO: struct.Struct("<16s16s24x"),
@@ -107,6 +117,7 @@ _FIELDS = {
     Kind.PAGE: struct.Struct("<IIQI36x"),
     Kind.END: struct.Struct("<I52x"),
     Kind.ERR: struct.Struct("<I48s4x"),
+    Kind.MEMORY: struct.Struct("<IQ44x"),
 }
 
 
@@ -135,6 +146,11 @@ def encode_end(num_pages: int) -> bytes:
 def encode_err(code: ErrCode, text: str) -> bytes:
     """ERR frame; a long text is cut."""
     return _frame(Kind.ERR, code, text.encode()[:48].decode(errors="ignore").encode())
+
+
+def encode_memory(memory: MemoryFrame) -> bytes:
+    """MEMORY frame."""
+    return _frame(Kind.MEMORY, memory.num_pages, memory.page_bytes)
 
 
 def decode_header(raw: bytes | bytearray | memoryview) -> Frame:
@@ -195,6 +211,8 @@ def _build(kind: Kind, values: tuple[int | bytes, ...]) -> Frame:
                 return ErrFrame(ErrCode(code), text.rstrip(b"\0").decode())
             except ValueError:
                 raise _bad(f"ERR {code}") from None
+        case Kind.MEMORY, (int(num_pages), int(page_bytes)):
+            return MemoryFrame(num_pages, page_bytes)
     raise AssertionError(kind)
 
 

@@ -14,8 +14,9 @@ from pdserve.cli import __main__ as cli
 
 
 def test_quick_measures_every_plane_and_writes_the_raw_values(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")  # no column is cut
     path = tmp_path / "transfer.json"
     assert cli.main(["bench", "transfer", "--quick", "--json", str(path)]) == 0
     cases = json.loads(path.read_text())["cases"]

@@ -44,3 +44,7 @@ def test_a_file_with_something_else_is_refused(tmp_path: Path) -> None:
     path.write_text("[]")
     with pytest.raises(ConfigError, match="one JSON object"):
         KvTransferConfig.parse(str(path))
+
+
+def test_the_default_is_the_shortest_way_first() -> None:
+    assert WorkerConfig().kv_transfer.transports == ("shm", "tcp")

@@ -83,7 +83,8 @@ async def serve(plane: Plane, incarnation: str, grpc_port: int, data_port: int, 
     port = grpc_server.add_insecure_port(f"127.0.0.1:{grpc_port}")
     await grpc_server.start()
     await server.start()
-    tell(event="ready", grpc_port=port, data_port=int(source.address.rpartition(":")[2] or 0))
+    _, _, data = source.address.rpartition(":")
+    tell(event="ready", grpc_port=port, data_port=int(data) if data.isdigit() else 0)
     while line := await asyncio.to_thread(sys.stdin.readline):
         match line.split():
             case ["lend", transfer_id, number]:

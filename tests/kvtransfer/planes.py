@@ -17,6 +17,7 @@ from pdserve.core.tls import Tls, TlsConfig
 from pdserve.kvtransfer import tcp_source
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import PageSink, PageSource
 from tests.support.certificates import member
@@ -92,6 +93,11 @@ PLANES = (
         lambda pool, port: TcpPageSource(pool, DIGEST, port=port, tls=a_member()),
         lambda pool, _: TcpPageSink(pool, DIGEST, idle_s=IDLE_S, tls=a_member()),
         _halt_tcp,
+    ),
+    Plane(
+        "shm",
+        lambda pool, _: ShmPageSource(pool, DIGEST),
+        lambda pool, _: ShmPageSink(pool, DIGEST, idle_s=IDLE_S),
     ),
     Plane(
         "fake",

@@ -166,9 +166,10 @@ def test_heartbeats_keep_a_long_prompt_waiting() -> None:
     run(body())
 
 
-def test_many_transfers_at_once_end_right_or_aborted() -> None:
+@pytest.mark.parametrize("plane", ["tcp", "shm"])
+def test_many_transfers_at_once_end_right_or_aborted(plane: str) -> None:
     async def body() -> None:
-        async with world(num_pages=256) as w:
+        async with world(num_pages=256, offered=(plane,), wanted=(plane,)) as w:
             incoming = []
             for i in range(64):
                 w.server.offer(f"t{i}", 4)

@@ -11,6 +11,7 @@ from pdserve.core.errors import TransferError
 from pdserve.kvtransfer.control_client import TransferPeer
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.negotiation import choose, host_id, same_host
+from pdserve.kvtransfer.shm import ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSource
 from pdserve.kvtransfer.transport import SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
@@ -83,7 +84,7 @@ def test_a_pair_uses_one_plane_for_everything(
                 assert w.decode.page(i) == w.prefill.page(5 + i)
                 assert (await w.listener.end_of(f"t{i}"))[0] is TransferState.COMPLETE
             for name, source in w.sources.items():
-                assert isinstance(source, TcpPageSource)
+                assert isinstance(source, TcpPageSource | ShmPageSource)
                 assert source.num_connections == (1 if name == used else 0), name
 
     run(body())

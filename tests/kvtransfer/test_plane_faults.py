@@ -157,6 +157,8 @@ def test_stopped_inside_a_page_and_resumed(plane: Plane) -> None:
             await peer.lend("t", 8)
             if plane.halt is not None:
                 await peer.heard("halted")
+            else:
+                await eventually(lambda: loan.incoming.state is not TransferState.INIT)
             peer.process.send_signal(signal.SIGSTOP)
             if borrower.sink.capabilities.quiescent_cancel:
                 await loan.end()

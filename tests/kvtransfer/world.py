@@ -19,6 +19,7 @@ from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, 
 from pdserve.kvtransfer.control_server import TransferServer
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import PageSink, PageSource
 from pdserve.v1 import kvtransfer_pb2 as pb
@@ -119,6 +120,16 @@ def fill(pool: KvPool) -> None:
         pool.page(i)[:] = bytes([(i * 7 + 1) % 251, i % 256]) * (pool.page_bytes // 2)
 
 
+def source_over(plane: str, pool: KvPool, tls: Tls | None = None) -> PageSource:
+    """The source of a plane by its name; another name is tcp under that name."""
+    return ShmPageSource(pool, DIGEST) if plane == "shm" else TcpPageSource(pool, DIGEST, tls=tls)
+
+
+def sink_over(plane: str, pool: KvPool, tls: Tls | None = None) -> PageSink:
+    """The sink of a plane, see `source_over`."""
+    return ShmPageSink(pool, DIGEST) if plane == "shm" else TcpPageSink(pool, DIGEST, tls=tls)
+
+
 @asynccontextmanager
 async def world(
     *,
@@ -142,9 +153,7 @@ async def world(
 ) -> AsyncIterator[World]:
     prefill, decode = KvPool(layout, num_pages), KvPool(layout, num_pages)
     fill(prefill)
-    sources = {
-        name: source_of(prefill) if source_of else TcpPageSource(prefill, DIGEST, tls=prefill_tls) for name in offered
-    }
+    sources = {name: source_of(prefill) if source_of else source_over(name, prefill, prefill_tls) for name in offered}
     listener = listener_of(prefill) if listener_of else Listener()
     server = TransferServer(
         memory=prefill,
@@ -168,7 +177,7 @@ async def world(
         port = grpc_server.add_secure_port("127.0.0.1:0", prefill_tls.server_credentials())
     await grpc_server.start()
     await server.start()
-    sinks = {name: sink_of(decode) if sink_of else TcpPageSink(decode, DIGEST, tls=decode_tls) for name in wanted}
+    sinks = {name: sink_of(decode) if sink_of else sink_over(name, decode, decode_tls) for name in wanted}
     client = TransferClient(
         worker_id="decode-0",
         incarnation="b1",

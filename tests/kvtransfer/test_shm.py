@@ -1,0 +1,557 @@
+"""The shm data plane: what is shown to whom, reuse in the middle of a copy, dead and stopped sources, no leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import gc
+import mmap
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from pdserve.core.errors import ConfigError, TransferError
+from pdserve.kvtransfer import memfd, shm, shm_source, sockets, wire
+from pdserve.kvtransfer.page_table import table_bytes
+from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
+from pdserve.kvtransfer.transport import SourcePageRef
+
+from .world import DIGEST, LAYOUT, SMALL, eventually, fill, run
+
+NUM_PAGES = 64
+
+
+class HookedPool(KvPool):
+    """Calls `before_copy` when a reader is about to copy into pages, having looked at the table."""
+
+    before_copy: Callable[[int], None] = staticmethod(lambda page_id: None)
+
+    def run(self, page_id: int, num_pages: int) -> memoryview:
+        self.before_copy(page_id)
+        return super().run(page_id, num_pages)
+
+
+@dataclass
+class Pair:
+    """A source, a sink and their pools."""
+
+    source: ShmPageSource
+    sink: ShmPageSink
+    there: KvPool
+    here: HookedPool
+    token: bytes
+
+    def refs(self, page_ids: list[int] | range, generation: int = 1, *, checksums: bool = True) -> list[SourcePageRef]:
+        return refs(self.there, page_ids, generation, checksums=checksums)
+
+    async def pull(self, pages: list[SourcePageRef], destinations: list[int] | range) -> int:
+        return await self.sink.pull(self.source.address, self.token, "t", pages, destinations)
+
+
+def refs(
+    pool: KvPool, page_ids: list[int] | range, generation: int = 1, *, checksums: bool = True
+) -> list[SourcePageRef]:
+    return [SourcePageRef(i, generation, xxhash.xxh3_64_intdigest(pool.page(i)) if checksums else 0) for i in page_ids]
+
+
+@asynccontextmanager
+async def pair(idle_s: float = 10.0) -> AsyncIterator[Pair]:
+    there, here = KvPool(LAYOUT, NUM_PAGES), HookedPool(LAYOUT, NUM_PAGES)
+    fill(there)
+    source, sink = ShmPageSource(there, DIGEST), ShmPageSink(here, DIGEST, idle_s=idle_s)
+    try:
+        yield Pair(source, sink, there, here, source.new_reader())
+    finally:
+        await sink.close()
+        source.close()
+        there.close()
+        here.close()
+
+
+async def reason_of(coroutine: object) -> str:
+    with pytest.raises(TransferError) as e:
+        await coroutine  # type: ignore[misc]
+    return e.value.reason
+
+
+def num_mappings() -> int:
+    """Pools and tables mapped into this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:pdserve-kv")
+
+
+def num_descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize(
+    ("page_ids", "destinations"),
+    [
+        (range(40), range(3, 43)),
+        (range(39, -1, -1), range(40)),
+        ([5, 6, 7, 2, 3, 60, 61, 9], [10, 11, 12, 13, 14, 1, 0, 63]),
+    ],
+)
+def test_pages_arrive_over_one_link(
+    page_ids: list[int] | range, destinations: list[int] | range, checksums: bool
+) -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(page_ids, checksums=checksums)
+            p.source.publish("t", p.token, pages)
+            assert await p.pull(pages, destinations) == len(pages) * LAYOUT.page_bytes
+            for page_id, destination in zip(page_ids, destinations, strict=True):
+                assert p.here.page(destination) == p.there.page(page_id)
+            written = {destination * LAYOUT.page_bytes for destination in destinations}
+            for at in range(0, len(p.here.buffer), LAYOUT.page_bytes):
+                assert at in written or not any(p.here.buffer[at : at + LAYOUT.page_bytes])
+            await asyncio.gather(*(p.pull(pages[i : i + 2], destinations[i : i + 2]) for i in range(0, 8, 2)))
+            assert p.source.num_connections == p.sink.num_links == 1
+            assert await p.pull([], []) == 0
+
+    run(body())
+
+
+def test_what_may_not_be_read_is_refused_and_nothing_is_written() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(4))
+            p.source.publish("t", p.token, pages[:3])
+            beyond = SourcePageRef(NUM_PAGES, 1, 0)
+            for asked in (pages, p.refs(range(1), generation=2), p.refs(range(1), generation=0), [beyond]):
+                assert await reason_of(p.pull(asked, range(len(asked)))) == "ERR_STALE"
+            for token in (b"x" * 16, bytes(16)):
+                assert await reason_of(p.sink.pull(p.source.address, token, "t", pages[:1], [0])) == "PEER_GONE"
+            stranger = ShmPageSink(p.here, bytes(32))
+            assert await reason_of(stranger.pull(p.source.address, p.token, "t", pages[:1], [0])) == "PEER_GONE"
+            await stranger.close()
+            await p.source.withdraw("t")
+            await p.source.withdraw("t")
+            assert await reason_of(p.pull(pages[:1], [0])) == "ERR_STALE"
+            assert not any(p.here.buffer)
+            assert await reason_of(p.sink.pull("127.0.0.1:1", p.token, "t", pages[:1], [0])) == "BAD_ADDRESS"
+            assert await reason_of(p.sink.pull("@nobody", p.token, "t", pages[:1], [0])) == "PEER_GONE"
+
+    run(body())
+
+
+def test_a_dropped_token_ends_its_link_and_lets_the_mappings_go() -> None:
+    async def body() -> None:
+        gc.collect()  # of earlier tests
+        before = num_mappings()
+        async with pair() as p:
+            mapped = num_mappings()
+            pages = p.refs(range(2))
+            p.source.publish("t", p.token, pages)
+            await p.pull(pages, [0, 1])
+            assert num_mappings() == mapped + 2
+            p.source.drop_reader(p.token)
+            await eventually(lambda: p.sink.num_links == 0 and num_mappings() == mapped)
+            assert await reason_of(p.pull(pages, [0, 1])) == "PEER_GONE"
+            token = p.source.new_reader()
+            p.source.publish("u", token, pages)
+            await p.sink.pull(p.source.address, token, "u", pages, [4, 5])
+            assert p.here.page(5) == p.there.page(1)
+        assert num_mappings() == before
+
+    run(body())
+
+
+def test_a_page_of_two_transfers_outlives_the_first() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(3))
+            p.source.publish("t", p.token, pages)
+            p.source.publish("u", p.token, pages[1:])
+            p.source.publish("u", p.token, pages[1:])  # told twice
+            await p.source.withdraw("t")
+            assert await reason_of(p.pull(pages[1:], [0, 1])) == "ERR_STALE"
+            address, token = p.source.address, p.token
+            await p.sink.pull(address, token, "u", pages[1:], [0, 1])
+            assert await reason_of(p.sink.pull(address, token, "u", pages, [0, 1, 2])) == "ERR_STALE"
+            await p.source.withdraw("u")
+            assert await reason_of(p.sink.pull(address, token, "u", pages[1:], [0, 1])) == "ERR_STALE"
+
+    run(body())
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+@pytest.mark.parametrize("published_anew", [True, False])
+def test_a_page_that_is_reused_in_the_middle_of_a_copy_fails_it(checksums: bool, published_anew: bool) -> None:
+    """The reader has looked at the table and copied page 0; then all of it is withdrawn and written over."""
+
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs([0, 9, 20], checksums=checksums)
+            p.source.publish("t", p.token, pages)
+            loop = asyncio.get_running_loop()
+
+            def reuse(page_id: int) -> None:
+                if page_id == 5:
+                    asyncio.run_coroutine_threadsafe(p.source.withdraw("t"), loop).result(10)
+                    for page in pages:
+                        p.there.page(page.page_id)[:] = b"\xaa" * LAYOUT.page_bytes
+                    if published_anew:
+                        anew = [SourcePageRef(page.page_id, 2, 0) for page in pages]
+                        loop.call_soon_threadsafe(p.source.publish, "u", p.token, anew)
+
+            p.here.before_copy = reuse  # type: ignore[method-assign]
+            assert await reason_of(p.pull(pages, [3, 5, 7])) == "ERR_STALE"
+
+    run(body())
+
+
+def test_a_page_that_changed_after_it_was_hashed_is_corrupt() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(3))
+            p.source.publish("t", p.token, pages)
+            p.there.page(1)[5] ^= 1
+            assert await reason_of(p.pull(pages, [0, 1, 2])) == "CORRUPT_PAGE"
+            p.there.page(1)[5] ^= 1
+            await p.pull(pages, [0, 1, 2])
+
+    run(body())
+
+
+def test_a_cancelled_pull_ends_only_when_its_thread_writes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        monkeypatch.setattr(shm, "CHUNK_BYTES", LAYOUT.page_bytes)
+        async with pair() as p:
+            pages = p.refs(range(32), checksums=False)
+            p.source.publish("t", p.token, pages)
+            entered, gate = threading.Event(), threading.Event()
+
+            def wait(page_id: int) -> None:
+                if page_id == 4:
+                    entered.set()
+                    assert gate.wait(20)
+
+            p.here.before_copy = wait  # type: ignore[method-assign]
+            pull = asyncio.create_task(p.pull(pages, range(32)))
+            await asyncio.to_thread(entered.wait, 20)
+            for _ in range(3):
+                pull.cancel()
+                await asyncio.wait([pull], timeout=0.02)
+                assert not pull.done()
+            gate.set()
+            with pytest.raises(asyncio.CancelledError):
+                await pull
+            poison = b"\xee" * len(p.here.buffer)
+            p.here.buffer[:] = poison
+            p.here.before_copy = lambda page_id: None  # type: ignore[method-assign]
+            token = p.source.new_reader()
+            p.source.publish("u", token, pages[:1])
+            await p.sink.pull(p.source.address, token, "u", pages[:1], [63])  # all threads have had a turn
+            assert p.here.buffer[: 63 * LAYOUT.page_bytes] == poison[: 63 * LAYOUT.page_bytes]
+
+    run(body())
+
+
+def test_close_ends_pulls_that_run_or_wait() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pages = p.refs(range(2), checksums=False)
+            p.source.publish("t", p.token, pages)
+            entered, gate = threading.Event(), threading.Event()
+
+            def wait(page_id: int) -> None:
+                entered.set()
+                assert gate.wait(20)
+
+            p.here.before_copy = wait  # type: ignore[method-assign]
+            pulls = [asyncio.create_task(p.pull([pages[0], pages[1]], [2 * i + 1, 2 * i])) for i in range(8)]
+            await asyncio.to_thread(entered.wait, 20)
+            closing = asyncio.create_task(p.sink.close())
+            await eventually(lambda: p.sink._closed)
+            gate.set()
+            await closing
+            for pull in pulls:
+                assert await reason_of(pull) == "CANCELLED"
+            assert await reason_of(p.pull(pages, [0, 1])) == "SINK_CLOSED"
+            await p.sink.close()
+
+    run(body())
+
+
+# ---- strangers, and what a reader can do with what it got ----------------------------------------------------------
+
+
+def connect(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(10)
+    sock.connect(f"\0{address[1:]}")
+    return sock
+
+
+def ask(address: str, hello: bytes) -> tuple[bytes, list[int]]:
+    with connect(address) as sock:
+        sock.sendall(hello)
+        try:
+            return sockets.receive_descriptors(sock, 64, 2)
+        except ConnectionResetError:  # closed with our bytes unread
+            return b"", []
+
+
+def test_a_stranger_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with pair() as p:
+            good = wire.encode_hello(p.token, DIGEST)
+            address = p.source.address
+            for bad in (
+                wire.encode_hello(bytes(16), DIGEST),
+                wire.encode_hello(p.token, bytes(32)),
+                bytes(64),
+                b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100),
+                wire.encode_end(1),
+            ):
+                assert await asyncio.to_thread(ask, address, bad) == (b"", [])
+            threads = threading.active_count()
+            mute = [connect(address) for _ in range(100)]
+            await eventually(lambda: p.source.num_refused >= 5 + 100 - 64)
+            pages = p.refs(range(2))
+            p.source.publish("t", p.token, pages)
+            await p.pull(pages, [0, 1])  # served beside a hundred that say nothing
+            assert p.source.num_connections == 1
+            assert threading.active_count() <= threads + 1  # the one that copies
+            for sock in mute:
+                sock.close()
+            monkeypatch.setattr(os, "geteuid", lambda: 4242)
+            assert await asyncio.to_thread(ask, address, good) == (b"", [])
+            other = ShmPageSink(p.here, DIGEST)  # and a reader gives its token to no other user's source
+            assert await reason_of(other.pull(address, p.token, "t", pages, [0, 1])) == "PEER_FOREIGN"
+            await other.close()
+
+    run(body())
+
+
+def test_one_token_has_few_connections_and_ended_ones_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with pair() as p:
+            await asyncio.to_thread(ask, p.source.address, bytes(64))  # its thread runs now
+            hello, before = wire.encode_hello(p.token, DIGEST), num_descriptors()
+            socks = [connect(p.source.address) for _ in range(shm_source.MAX_CONNECTIONS_PER_TOKEN + 1)]
+            for sock in socks:
+                await asyncio.to_thread(sock.sendall, hello)
+                raw, fds = await asyncio.to_thread(sockets.receive_descriptors, sock, 64, 2)
+                assert (not raw and not fds) == (sock is socks[-1])
+                for fd in fds:
+                    os.close(fd)
+            for sock in socks:
+                sock.close()
+            for _ in range(20):
+                raw, fds = await asyncio.to_thread(ask, p.source.address, hello)
+                assert raw
+                for fd in fds:
+                    os.close(fd)
+            p.source.drop_reader(p.token)
+            await eventually(lambda: num_descriptors() <= before)
+
+    run(body())
+
+
+def test_what_a_reader_gets_cannot_be_written_or_cut_short() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            raw, fds = await asyncio.to_thread(ask, p.source.address, wire.encode_hello(p.token, DIGEST))
+            assert wire.decode_header(raw) == wire.MemoryFrame(NUM_PAGES, LAYOUT.page_bytes)
+            content = bytes(p.there.buffer)
+            for fd in fds:
+                again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # a process of the same user may do that
+                for descriptor in (fd, again):
+                    with pytest.raises(OSError):
+                        os.pwrite(descriptor, b"x", 0)
+                    with pytest.raises(OSError):
+                        os.ftruncate(descriptor, 0)
+                    with pytest.raises(OSError):
+                        mmap.mmap(descriptor, os.fstat(fd).st_size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+                    with pytest.raises(OSError):
+                        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+                os.close(again)
+                os.close(fd)
+            assert bytes(p.there.buffer) == content
+            p.there.page(0)[0] ^= 1  # who made it still can
+
+    run(body())
+
+
+def test_where_memory_cannot_be_sealed_shm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memfd, "_SEALS", 1 << 20)
+    pool, before = KvPool(SMALL, 2), num_descriptors()
+    with pytest.raises(ConfigError, match=r"--kv-transfer-config.*leave it out"):
+        ShmPageSource(pool, DIGEST)
+    assert num_descriptors() == before
+    pool.close()
+
+
+@contextmanager
+def scripted_source(answer: bytes, fds: list[int]) -> Iterator[str]:
+    """A source that answers its reader with this."""
+    name = f"pdserve-test-{os.urandom(8).hex()}"
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(f"\0{name}")
+        listener.listen()
+
+        def serve() -> None:
+            sock, _ = listener.accept()
+            with sock:
+                sock.settimeout(10)
+                sock.recv(64)
+                if answer:
+                    socket.send_fds(sock, [answer], fds)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield f"@{name}"
+        thread.join()
+
+
+def test_a_source_that_shows_something_else_is_a_typed_error() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            good, _ = memfd.create("pdserve-test", 3 * LAYOUT.page_bytes)
+            table, _ = memfd.create("pdserve-test", table_bytes(3))
+            open_ended = os.memfd_create("pdserve-test", os.MFD_CLOEXEC)  # could be cut short while it is read
+            os.ftruncate(open_ended, 3 * LAYOUT.page_bytes)
+            pipe = os.pipe()
+            frame = wire.encode_memory(wire.MemoryFrame(3, LAYOUT.page_bytes))
+            cases: list[tuple[bytes, list[int], str]] = [
+                (b"", [], "PEER_GONE"),
+                (frame, [], "BAD_FRAME"),
+                (frame, [good], "BAD_FRAME"),
+                (frame[:20], [good, table], "BAD_FRAME"),
+                (bytes(64), [good, table], "BAD_FRAME"),
+                (wire.encode_end(1), [good, table], "BAD_FRAME"),
+                (frame, [table, good], "BAD_MEMORY"),
+                (frame, [open_ended, table], "BAD_MEMORY"),
+                (frame, [pipe[0], table], "BAD_MEMORY"),
+                (wire.encode_memory(wire.MemoryFrame(0, LAYOUT.page_bytes)), [good, table], "BAD_MEMORY"),
+                (wire.encode_memory(wire.MemoryFrame(2**32 - 1, LAYOUT.page_bytes)), [good, table], "BAD_MEMORY"),
+                (wire.encode_memory(wire.MemoryFrame(3, 1)), [good, table], "BAD_MEMORY"),
+                (frame, [good, table], "ERR_STALE"),  # as it should be, but nothing is published
+            ]
+            page, before = [SourcePageRef(1, 1, 0)], None
+            for answer, fds, reason in cases:
+                with scripted_source(answer, fds) as address:
+                    assert await reason_of(p.sink.pull(address, p.token, "t", page, [0])) == reason, (fds, reason)
+                await eventually(lambda: p.sink.num_links == 0)
+                before = before or num_descriptors()
+                assert num_descriptors() == before, reason
+            for fd in (good, table, open_ended, *pipe):
+                os.close(fd)
+
+    run(body())
+
+
+# ---- other processes -----------------------------------------------------------------------------------------------
+
+SOURCE = """
+import sys
+from pdserve.core.layout import KVLayout
+from pdserve.kvtransfer.page_table import table_bytes
+from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.shm import ShmPageSource
+from pdserve.kvtransfer.transport import SourcePageRef
+pool = KvPool(KVLayout.from_json(sys.argv[1]), 8)
+for i in range(8):
+    pool.page(i)[:] = bytes([i + 1]) * pool.page_bytes
+source = ShmPageSource(pool, bytes(range(32)))
+token = source.new_reader()
+source.publish("t", token, [SourcePageRef(i, 1, 0) for i in range(8)])
+print(source.address, token.hex(), flush=True)
+sys.stdin.readline()
+"""
+
+
+@contextmanager
+def source_process() -> Iterator[tuple[subprocess.Popen[str], str, bytes]]:
+    command = [sys.executable, "-c", SOURCE, LAYOUT.to_json()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            address, token = process.stdout.readline().split()
+            yield process, address, bytes.fromhex(token)
+        finally:
+            process.kill()
+
+
+def test_a_killed_source_fails_pulls_and_leaves_nothing_mapped() -> None:
+    async def body() -> None:
+        gc.collect()  # of earlier tests
+        async with pair() as p:
+            pages, mapped, before = [SourcePageRef(i, 1, 0) for i in range(8)], num_mappings(), num_descriptors()
+            with source_process() as (process, address, token):
+                await p.sink.pull(address, token, "t", pages, range(8))
+                assert [p.here.page(i)[0] for i in range(8)] == list(range(1, 9))
+                killed = threading.Event()
+
+                def kill(page_id: int) -> None:
+                    if page_id == 3 and not killed.is_set():
+                        process.kill()
+                        process.wait(10)
+                        killed.set()
+
+                p.here.before_copy = kill  # type: ignore[method-assign]
+                dead = await reason_of(p.sink.pull(address, token, "t", pages[:2], [1, 3]))
+                assert dead == "PEER_GONE" and killed.is_set()
+                await eventually(lambda: p.sink.num_links == 0 and num_mappings() == mapped)
+                assert await reason_of(p.sink.pull(address, token, "t", pages, range(8))) == "PEER_GONE"
+            assert num_descriptors() <= before + 1  # what the event loop may keep
+
+    run(body())
+
+
+def test_a_stopped_source_serves_what_it_published_and_answers_no_new_reader() -> None:
+    async def body() -> None:
+        async with pair(idle_s=0.3) as p:
+            pages = [SourcePageRef(i, 1, 0) for i in range(8)]
+            with source_process() as (process, address, token):
+                await p.sink.pull(address, token, "t", pages[:1], [0])
+                process.send_signal(signal.SIGSTOP)
+                await p.sink.pull(address, token, "t", pages, range(8))
+                assert p.here.page(7)[0] == 8
+                other = ShmPageSink(p.here, DIGEST, idle_s=0.3)
+                assert await reason_of(other.pull(address, token, "t", pages, range(8))) == "PULL_IDLE"
+                assert other.num_links == 0
+                await other.close()
+
+    run(body())
+
+
+def test_a_thousand_restarts_leave_no_mapping_and_no_descriptor() -> None:
+    async def body() -> None:
+        gc.collect()  # of earlier tests
+        here = KvPool(SMALL, 4)
+        sink = ShmPageSink(here, DIGEST)
+        counts = list[tuple[int, int]]()
+        for i in range(1000):
+            there = KvPool(SMALL, 2)
+            there.page(1)[:] = struct.pack("I", i) * (SMALL.page_bytes // 4)
+            source = ShmPageSource(there, DIGEST)
+            token, pages = source.new_reader(), refs(there, [1])
+            source.publish("t", token, pages)
+            await sink.pull(source.address, token, "t", pages, [2])
+            assert here.page(2) == there.page(1)
+            source.close()
+            there.close()
+            del there, source
+            if i in (10, 999):
+                await eventually(lambda: num_mappings() <= 1)
+                counts.append((num_mappings(), num_descriptors()))
+        assert counts[0] == counts[1]
+        await sink.close()
+        here.close()
+
+    run(body(), limit_s=60)
