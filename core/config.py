@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import math
+import numbers
 import os
 import re
 import sys
@@ -72,22 +74,45 @@ def option(
 
 
 def check(config: object) -> None:
-    """Checks every field of a config against its declared range and choices; call it from `__post_init__`.
+    """Checks every field of a config against its type, range and choices; call it from `__post_init__`.
 
     Raises:
         ConfigError: With flag, value and what is allowed.
     """
+    hints = typing.get_type_hints(type(config))
     for f in fields(config):  # type: ignore[arg-type]
-        value, meta = getattr(config, f.name), f.metadata
-        if value is None:
+        value, meta, hint = getattr(config, f.name), f.metadata, hints[f.name]
+        if value is None and isinstance(hint, types.UnionType):
             continue
         flag = flag_name(f.name)
+        if (expected := _wrong_type(value, _base_type(hint))) is not None:
+            raise ConfigError(f"{flag} is {value!r:.80}; it must be {expected}")
         if meta["choices"] and value not in meta["choices"]:
             raise ConfigError(f"{flag} is {value!r}; it must be one of {', '.join(meta['choices'])}")
         if meta["minimum"] is not None and value < meta["minimum"]:
             raise ConfigError(f"{flag} is {value}; it must be at least {meta['minimum']:g}{_unit(meta['unit'])}")
         if meta["maximum"] is not None and value > meta["maximum"]:
             raise ConfigError(f"{flag} is {value}; it must be at most {meta['maximum']:g}{_unit(meta['unit'])}")
+
+
+_EXPECTED = {bool: "True or False", int: "an integer", float: "a finite number", str: "text"}
+
+
+def _wrong_type(value: object, kind: type) -> str | None:
+    """What a value of a field of this type must be; None when it is, or when the type is none of ours."""
+    if kind is float:
+        right = not isinstance(value, bool) and isinstance(value, numbers.Real) and math.isfinite(value)
+    elif kind is int:
+        right = not isinstance(value, bool) and isinstance(value, numbers.Integral)
+    else:
+        right = kind not in _EXPECTED or isinstance(value, kind)
+    return None if right else _EXPECTED[kind]
+
+
+def as_keywords(message: str, cls: type) -> str:
+    """A message with keyword arguments where it names flags of `cls`: what a caller of Python wrote."""
+    names = {flag_name(f.name): f.name for f in fields(cls)}
+    return re.sub(r"--[a-z][a-z0-9-]*", lambda flag: names.get(flag[0], flag[0]), message)
 
 
 def flag_name(name: str) -> str:
@@ -195,6 +220,8 @@ def _convert(name: str, hint: Any, value: object, where: str) -> object:
             if isinstance(value, bool):
                 return value
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(value).lower()]
+        if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+            raise TypeError  # a file has types: 1.5 pages are no 1
         return kind(value)
     except (ValueError, KeyError, TypeError):
         raise ConfigError(f"{where} is {value!r}; it must be {kind.__name__}") from None

@@ -183,6 +183,27 @@ class SamplingParams:
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             check_token_ids(f"sampling parameter '{name}'", tuple(getattr(self, name) or ()), vocab_size)
 
+    def tokens_to_generate(self, num_prompt_tokens: int, max_model_len: int) -> int:
+        """`max_tokens`, or what it is when it is None.
+
+        Args:
+            num_prompt_tokens: Tokens of the prompt, fewer than `max_model_len`.
+            max_model_len: Prompt and output tokens together, at most.
+
+        Raises:
+            RequestError: MAX_TOKENS_TOO_LARGE.
+        """
+        room = max_model_len - num_prompt_tokens
+        if self.max_tokens is None:
+            return min(DEFAULT_MAX_TOKENS, room)
+        if self.max_tokens > room:
+            raise RequestError(
+                f"sampling parameter 'max_tokens' is {self.max_tokens}; the prompt of {num_prompt_tokens} tokens "
+                f"leaves {room} of the model's {max_model_len}: ask for at most {room}, or leave it out",
+                reason="MAX_TOKENS_TOO_LARGE",
+            )
+        return self.max_tokens
+
     def without_prompt(self) -> SamplingParams:
         """The same for one who tells nothing of the prompt."""
         return replace(self, prompt_logprobs=None, echo=False)

@@ -63,6 +63,7 @@ def read_request(message: worker_pb2.Submit, limits: ModelLimits) -> Request:
         sampling = sampling.without_prompt()  # who computes the prompt tells of it
     if sampling.seed is None or sampling.max_tokens is None:
         raise RequestError("a submission must set sampling.seed and sampling.max_tokens", reason="BAD_SUBMIT")
+    sampling.tokens_to_generate(len(prompt), limits.max_model_len)  # a router that knew another worker may let it in
     if len(emitted) >= sampling.max_tokens:
         raise RequestError(
             f"{len(emitted)} tokens are emitted and max_tokens is {sampling.max_tokens}: nothing is left to generate",

@@ -19,6 +19,7 @@ import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from pdserve.core.errors import ConfigError, RequestError
+from pdserve.core.sampling_types import is_text
 
 ChatMessages = Sequence[Mapping[str, str]]
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -144,6 +145,13 @@ class Tokenizer:
                 "this model has no chat template; send the prompt as text or token ids", reason="NO_CHAT_TEMPLATE"
             )
         plain = [dict(m) for m in messages]
+        for at, message in enumerate(plain):
+            for name in ("role", "content"):
+                if not is_text(message.get(name)):
+                    raise RequestError(
+                        f"chat message {at}: {name} is {message.get(name)!r:.80}; it must be text that UTF-8 encodes",
+                        reason="BAD_CHAT_MESSAGES",
+                    )
         try:
             return self._template.render(
                 messages=plain, add_generation_prompt=True, tools=None, documents=None, **self._values

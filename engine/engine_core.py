@@ -6,7 +6,8 @@ is `schedule(now)` and `compute()`; who answers commands early calls them apart.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -94,7 +95,8 @@ class EngineCore:
         for command in commands:
             if self._staging is not None:
                 self._guarded(partial(self._staging.before, command))
-            self._handle(command)
+            with self._whole():
+                self._handle(command)
 
     def schedule(self, now: float) -> StepEvents:
         """First half of a step: picks the work.
@@ -108,7 +110,8 @@ class EngineCore:
         step = self._scheduler.step
         if self._failure is None:
             try:
-                self._output = self._scheduler.schedule(now)
+                with self._whole():
+                    self._output = self._scheduler.schedule(now)
             except Exception as e:  # noqa: BLE001  whatever it is, every stream must end with a reason
                 self._die(e)
         return self._take_events(step, 0)
@@ -124,7 +127,10 @@ class EngineCore:
         if output is None:
             return self._take_events(self._scheduler.step, 0)
         try:
-            self._scheduler.update(output, self._runner.execute(output))
+            with self._whole() if output.copies else nullcontext():  # a step without any is computed again
+                result = self._runner.execute(output)
+            with self._whole():
+                self._scheduler.update(output, result)
         except Exception as e:  # noqa: BLE001  whatever it is, every stream must end with a reason
             self._die(e)
         return self._take_events(output.step, output.num_tokens)
@@ -162,7 +168,18 @@ class EngineCore:
             case ReleaseLease(key):
                 scheduler.release_lease(key)
 
-    def _die(self, cause: Exception) -> None:
+    @contextmanager
+    def _whole(self) -> Iterator[None]:
+        """What is done in part is known to nobody: an interrupt (Ctrl-C of a program that embeds it) is the end."""
+        try:
+            yield
+        except Exception:
+            raise
+        except BaseException as e:
+            self._die(e)
+            raise
+
+    def _die(self, cause: BaseException) -> None:
         self._output = None
         self._failure = EngineError(f"the engine failed and must be restarted: {type(cause).__name__}: {cause}")
         self._failure.__cause__ = cause

@@ -48,6 +48,16 @@ def library_errors() -> Iterator[None]:
         ) from e
 
 
+def dead_end(what: str, why: str) -> str:
+    """What to say when a matcher allows no token, nor the end: the library's reason, unless that is just this.
+
+    Args:
+        what: What it means where no token fits.
+        why: The matcher's error.
+    """
+    return what if "NoExtension" in why else f"it became too complex: {why.split('<')[0].strip()}"
+
+
 @dataclass(eq=False, slots=True)
 class _Entry:
     """A grammar that is being compiled, or was.
@@ -227,6 +237,10 @@ class Grammars:
             matcher = LLMatcher(self._tokenizer, grammar_of(structured), log_level=0, limits=parser_limits())
             if matcher.is_error():
                 raise refusal(structured, matcher.get_error())
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+            if first.is_error():
+                raise refusal(structured, dead_end("no text satisfies it", first.get_error()))
             return matcher
 
     def _read_tokenizer(self) -> LLTokenizer:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import replace
+from contextlib import nullcontext, suppress
+from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
 from typing import cast
 
+from pdserve.core.config import as_keywords
 from pdserve.core.errors import (
     CapacityError,
     ConfigError,
@@ -26,7 +27,7 @@ from pdserve.core.errors import (
     UnimplementedError,
 )
 from pdserve.core.request import Request, check_cache_salt, check_priority
-from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams, check_token_ids
+from pdserve.core.sampling import SamplingParams, check_token_ids
 from pdserve.core.sampling_types import is_text
 from pdserve.core.structured import check_structured
 from pdserve.core.text_stream import echo_text
@@ -38,7 +39,7 @@ from pdserve.engine.kv_cache import PlainPool
 from pdserve.engine.outputs import ChoiceOutput, Completion, OutputDelta, RequestOutput
 from pdserve.engine.preparation import PREPARE_WAIT_S, finish
 from pdserve.engine.progress import Progress
-from pdserve.engine.step import Abort, Add, Command, PromptLogprobs, SequenceFailed, TokensSampled
+from pdserve.engine.step import Abort, Add, Command, Event, PromptLogprobs, SequenceFailed, TokensSampled
 
 Prompt = str | Sequence[int] | ChatMessages
 """Text, token ids, or chat messages with "role" and "content"."""
@@ -62,11 +63,14 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, progress: Progress | None = None, **options: object) -> None:
         if model is not None:
             options["model"] = str(model)
+        if not isinstance(progress, Progress | None):
+            raise ConfigError(f"progress is {progress!r:.80}; it must have begin, update and end, or be left out")
+        if unknown := options.keys() - {f.name for f in fields(EngineConfig)}:
+            raise ConfigError(f"LLM takes no {min(unknown)}; the options are the fields of EngineConfig")
         try:
-            config = EngineConfig(**options)  # type: ignore[arg-type]
-        except TypeError as e:
-            raise ConfigError(f"LLM: {e}; the options are the fields of EngineConfig") from e
-        self._built = build_core(config, PlainPool, progress)
+            self._built = build_core(EngineConfig(**options), PlainPool, progress)  # type: ignore[arg-type]
+        except ConfigError as e:
+            raise ConfigError(as_keywords(e.message, EngineConfig), reason=e.reason, status=e.status) from e
         self.tokenizer = self._built.tokenizer
         self._commands: list[Command] = []
         self._open: dict[str, ChoiceOutput] = {}
@@ -102,17 +106,12 @@ class LLM:
             RequestError: A prompt or parameter is wrong; nothing was computed.
             EngineError: The engine failed.
         """
-        several = [cast(Prompt, prompts)] if _is_prompt(prompts) else list(cast(Sequence[Prompt], prompts))
-        each = (
-            sampling_params
-            if isinstance(sampling_params, Sequence)
-            else [sampling_params or SamplingParams()] * len(several)
-        )
-        if len(each) != len(several):
-            raise RequestError(f"{len(several)} prompts and {len(each)} sampling parameters; give one each, or one")
+        several = _several(prompts)
+        each = _each(sampling_params, len(several))
         requests = [self._request(p, s, cache_salt, priority) for p, s in zip(several, each, strict=True)]
-        outputs = [self._submit(r, p) for r, p in zip(requests, several, strict=True)]
+        outputs: list[RequestOutput] = []
         try:
+            outputs.extend(self._submit(r, p) for r, p in zip(requests, several, strict=True))
             with batch_bar(outputs) if progress else nullcontext() as bar:
                 while not all(o.ended for o in outputs):
                     self._step()
@@ -141,11 +140,15 @@ class LLM:
         Raises:
             RequestError: The prompt or a parameter is wrong; raised at once, not at the first item.
         """
-        request = self._request(prompt, sampling_params or SamplingParams(), cache_salt, priority)
-        return self._stream(self._submit(request, prompt))
+        [sampling] = _each(sampling_params, 1)
+        request = self._request(prompt, sampling, cache_salt, priority)
+        deltas = self._stream(self._submit(request, prompt))
+        next(deltas)  # it is inside its `try` now: who drops it unread cancels it too
+        return cast(Iterator[OutputDelta], deltas)
 
-    def _stream(self, output: RequestOutput) -> Iterator[OutputDelta]:
+    def _stream(self, output: RequestOutput) -> Iterator[OutputDelta | None]:
         try:
+            yield None
             while output.error is None:
                 if (choice := output.news) is not None:
                     yield choice.take()
@@ -165,17 +168,16 @@ class LLM:
             raise RequestError("the prompt is empty; give at least one token", reason="EMPTY_PROMPT")
         check_token_ids("prompt", tokens, self._built.vocab_size)
         sampling.check_request(len(tokens), self._built.vocab_size)
-        room = self.max_model_len - len(tokens)
-        if room < 1:
+        if len(tokens) >= self.max_model_len:
             raise RequestError(
                 f"the prompt has {len(tokens)} tokens; the model takes {self.max_model_len} with the output",
                 reason="PROMPT_TOO_LONG",
             )
+        max_tokens = sampling.tokens_to_generate(len(tokens), self.max_model_len)
         check_structured(sampling.structured_outputs, self.tokenizer)
         if (preparation := self._built.prepare(sampling)) is not None:
             finish(preparation, PREPARE_WAIT_S)
         seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
-        max_tokens = min(DEFAULT_MAX_TOKENS, room) if sampling.max_tokens is None else sampling.max_tokens
         self._num_requests += 1
         return Request(
             key=str(self._num_requests),
@@ -191,16 +193,13 @@ class LLM:
         if isinstance(prompt, str):
             if is_text(prompt):
                 return self.tokenizer.encode(prompt)
-        elif isinstance(prompt, Iterable):
-            if all(isinstance(part, Integral) for part in prompt):
-                return [int(token) for token in cast(Sequence[int], prompt)]
-            if all(isinstance(part, Mapping) for part in prompt):
-                return self.tokenizer.encode_chat(cast(ChatMessages, prompt))
-        raise RequestError(
-            f"a prompt is {prompt!r:.80}; it must be text that UTF-8 can encode, a sequence of token ids, or "
-            'a sequence of chat messages such as {"role": "user", "content": "Hello"}',
-            reason="BAD_PROMPT",
-        )
+        else:
+            parts = _parts(prompt)
+            if all(isinstance(part, Integral) and not isinstance(part, bool) for part in parts):
+                return [int(token) for token in cast(list[int], parts)]
+            if all(isinstance(part, Mapping) for part in parts):
+                return self.tokenizer.encode_chat(cast(ChatMessages, parts))
+        raise _bad_prompt(prompt)
 
     def _submit(self, request: Request, prompt: Prompt) -> RequestOutput:
         first, *forks = choices = request.choices()
@@ -222,10 +221,14 @@ class LLM:
         commands, self._commands = self._commands, []
         core = self._built.core
         core.begin_step(commands)
-        step = core.step(time.monotonic())
+        self._hear(core.schedule(time.monotonic()).events)  # before an interrupt can lose them
+        step = core.compute()
+        self._hear(step.events)
         if not step.num_tokens and (wakeup := core.next_wakeup()) is not None:
             time.sleep(max(0.0, wakeup - time.monotonic()))  # a batch is being collected, and nobody can add to it
-        for event in step.events:
+
+    def _hear(self, events: Iterable[Event]) -> None:
+        for event in events:
             if isinstance(event, TokensSampled) and (output := self._open.get(event.key)) is not None:
                 if output.push(event):
                     self._end(output)
@@ -237,9 +240,50 @@ class LLM:
                 output.prompt_logprobs += event.logprobs
 
 
-def _is_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
-    """One prompt rather than several: text, or a sequence whose first part is a token id or a chat message."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Integral | Mapping))
+def _several(prompts: object) -> list[Prompt]:
+    """The prompts; one alone, text or a sequence that begins with a token id or a chat message, needs no list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    parts = _parts(prompts)
+    return [cast(Prompt, parts)] if parts and isinstance(parts[0], Integral | Mapping) else parts
+
+
+def _parts(prompt: object) -> list[Prompt]:
+    if not isinstance(prompt, bytes | Mapping):
+        with suppress(TypeError):  # not iterable, or only seemingly
+            return list(cast(Iterable[Prompt], prompt))
+    raise _bad_prompt(prompt)
+
+
+def _each(sampling_params: object, num_prompts: int) -> list[SamplingParams]:
+    """Sampling parameters of each prompt."""
+    if sampling_params is None:
+        sampling_params = SamplingParams()
+    if isinstance(sampling_params, SamplingParams):
+        return [sampling_params] * num_prompts
+    several = isinstance(sampling_params, Sequence) and not isinstance(sampling_params, str)
+    given = list(cast(Sequence[SamplingParams], sampling_params if several else [sampling_params]))
+    for one in given:
+        if not isinstance(one, SamplingParams):
+            raise RequestError(
+                f"sampling_params is {one!r:.80}; it must be a SamplingParams, e.g. SamplingParams(max_tokens=16), "
+                "or a sequence of them",
+                reason="BAD_PARAMETER",
+            )
+    if len(given) != num_prompts:
+        raise RequestError(
+            f"sampling_params has {len(given)} entries for {num_prompts} prompts; give one each, or one for all",
+            reason="BAD_PARAMETER",
+        )
+    return given
+
+
+def _bad_prompt(prompt: object) -> RequestError:
+    return RequestError(
+        f"a prompt is {prompt!r:.80}; it must be text that UTF-8 can encode, a sequence of token ids, or "
+        'a sequence of chat messages such as {"role": "user", "content": "Hello"}',
+        reason="BAD_PROMPT",
+    )
 
 
 def _error(event: SequenceFailed) -> PdserveError:
@@ -248,4 +292,6 @@ def _error(event: SequenceFailed) -> PdserveError:
         "RESOURCE_EXHAUSTED": CapacityError,
         "UNIMPLEMENTED": UnimplementedError,
     }
-    return kinds.get(event.status, EngineError)(event.message, reason=event.reason, status=event.status)
+    return kinds.get(event.status, EngineError)(
+        as_keywords(event.message, EngineConfig), reason=event.reason, status=event.status
+    )

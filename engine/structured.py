@@ -21,7 +21,7 @@ from torch import Tensor
 from pdserve.core.errors import CapacityError, EngineError, PdserveError
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.structured import StructuredOutputs, refusal
-from pdserve.engine.grammars import Grammars, library_errors
+from pdserve.engine.grammars import Grammars, dead_end, library_errors
 from pdserve.engine.step import SamplingFailure, ScheduledSequence
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class _State:
         self.tokens += new
         bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
         if matcher.is_error():
-            raise refusal(self.structured, f"no token can follow here, or it became too complex: {matcher.get_error()}")
+            raise refusal(self.structured, dead_end("no token can follow here", matcher.get_error()))
         return np.unpackbits(bits, count=vocab_size, bitorder="little").view(np.bool_)
 
 

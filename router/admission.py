@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pdserve.core.errors import CapacityError, RequestError, UnimplementedError, UnknownError
 from pdserve.core.hashing import token_digest
 from pdserve.core.request import check_cache_salt, check_priority
-from pdserve.core.sampling import DEFAULT_MAX_TOKENS, SamplingParams, check_token_ids
+from pdserve.core.sampling import SamplingParams, check_token_ids
 from pdserve.router.worker_table import Limits
 from pdserve.v1 import inference_pb2 as pb
 
@@ -136,7 +136,7 @@ def admit(
     check_prompt_length(len(prompt), limits)
     check_token_ids("prompt", prompt, limits.vocab_size)
     sampling.check_request(len(prompt), limits.vocab_size)
-    max_tokens = _max_tokens(sampling.max_tokens, len(prompt), limits)
+    max_tokens = sampling.tokens_to_generate(len(prompt), limits.max_model_len)
     seed = drawn_seed if sampling.seed is None else sampling.seed
     return Admitted(
         request_id=request_id,
@@ -173,16 +173,3 @@ def request_digest(request: pb.GenerateRequest) -> bytes:
     bare.CopyFrom(request)
     bare.ClearField("request_id")
     return hashlib.sha256(bare.SerializeToString(deterministic=True)).digest()
-
-
-def _max_tokens(wanted: int | None, prompt_tokens: int, limits: Limits) -> int:
-    room = limits.max_model_len - prompt_tokens
-    if wanted is None:
-        return min(DEFAULT_MAX_TOKENS, room)
-    if wanted > room:
-        raise RequestError(
-            f"sampling parameter 'max_tokens' is {wanted}; the prompt of {prompt_tokens} tokens leaves {room} of "
-            f"the model's {limits.max_model_len}: ask for at most {room}, or leave it out",
-            reason="MAX_TOKENS_TOO_LARGE",
-        )
-    return wanted

@@ -49,6 +49,7 @@ WRONG: list[tuple[str, Callable[[worker_pb2.Submit], object]]] = [
     ("BAD_SUBMIT", lambda m: m.sampling.ClearField("max_tokens")),
     ("BAD_SUBMIT", lambda m: m.sampling.MergeFrom(common_pb2.SamplingParams(max_tokens=1))),
     ("BAD_PARAMETER", lambda m: m.sampling.MergeFrom(common_pb2.SamplingParams(top_p=0))),
+    ("MAX_TOKENS_TOO_LARGE", lambda m: m.sampling.MergeFrom(common_pb2.SamplingParams(max_tokens=6))),
 ]
 
 

@@ -254,7 +254,7 @@ def test_wrong_prompts_are_refused_before_anything_runs(llm: LLM, prompt: str | 
 def test_options_are_checked() -> None:
     with pytest.raises(ConfigError, match="max_sequences"):
         LLM(runner="fake", max_sequences=3)
-    with pytest.raises(ConfigError, match="--page-size is 0"):
+    with pytest.raises(ConfigError, match=r"^page_size is 0"):
         LLM(runner="fake", page_size=0)
 
 

@@ -43,7 +43,7 @@ def small(directory: Path) -> LLM:
 def run(llm: LLM) -> list[Completion]:
     """Every form twice, greedy and drawn, beside sequences without a form."""
     sampling = [
-        SamplingParams(structured_outputs=form, temperature=temperature, seed=i, max_tokens=120)
+        SamplingParams(structured_outputs=form, temperature=temperature, seed=i, max_tokens=90)
         for i, form in enumerate([*FORMS, FORMS[0]])
         for temperature in (0.0, 1.0)
     ]
@@ -85,6 +85,23 @@ def test_a_bad_schema_is_refused_and_the_next_request_works(small: LLM) -> None:
         assert e.value.status == "INVALID_ARGUMENT"
     [done] = llm.generate([5], SamplingParams(structured_outputs=FORMS[2], seed=1))
     assert done.text in ("ja", "nein")
+
+
+@pytest.mark.parametrize(
+    "nothing",
+    [
+        StructuredOutputs(regex=r"[^\s\S]"),
+        StructuredOutputs(regex=r"a[^\s\S]b"),
+        StructuredOutputs(grammar="root ::= root"),
+        StructuredOutputs(json={"$ref": "#"}),
+    ],
+    ids=lambda form: form.field,
+)
+def test_a_form_that_no_text_has_is_refused_before_anything_is_computed(small: LLM, nothing: StructuredOutputs) -> None:
+    step = small._built.core._scheduler.step
+    with pytest.raises(RequestError, match=rf"'structured_outputs\.{nothing.field}': no text satisfies it$"):
+        small.generate([5], SamplingParams(structured_outputs=nothing))
+    assert small._built.core._scheduler.step == step and not small._open
 
 
 def test_max_tokens_cuts_a_form_off(small: LLM) -> None:

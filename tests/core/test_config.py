@@ -1,0 +1,74 @@
+"""Configuration: values of the wrong type are refused by name, wherever they come from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pdserve.core.config import as_keywords, check, load, option
+from pdserve.core.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    num_pages: int = option(4, "pages", unit="pages", minimum=1)
+    wait_s: float | None = option(None, "wait", unit="s", minimum=0)
+    model_name: str = option("m", "name")
+    share: bool = option(True, "share")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def built(file: Path, *argv: str, **environ: str) -> Config:
+    config: Config
+    [config] = load("test", "A test.", {"test": Config}, ["--config", str(file), *argv], environ)
+    return config
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"num_pages": "4"}, "--num-pages is '4'; it must be an integer"),
+        ({"num_pages": 4.0}, "--num-pages is 4.0; it must be an integer"),
+        ({"num_pages": True}, "--num-pages is True; it must be an integer"),
+        ({"num_pages": None}, "--num-pages is None; it must be an integer"),
+        ({"wait_s": float("nan")}, "--wait-s is nan; it must be a finite number"),
+        ({"wait_s": float("inf")}, "--wait-s is inf; it must be a finite number"),
+        ({"wait_s": "1"}, "--wait-s is '1'; it must be a finite number"),
+        ({"model_name": 5}, "--model-name is 5; it must be text"),
+        ({"share": 1}, "--share is 1; it must be True or False"),
+    ],
+)
+def test_a_wrong_type_is_refused_by_name(value: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        Config(**value)
+    assert refusal.value.message == message
+
+
+def test_what_is_right_passes() -> None:
+    assert Config(num_pages=1, wait_s=0).wait_s == 0
+    assert Config(wait_s=None).wait_s is None
+
+
+@pytest.mark.parametrize("line", ["num_pages = 1.5", "num-pages = true", "wait_s = true", "num_pages = 'x'"])
+def test_a_file_has_types_too(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "pdserve.toml"
+    file.write_text(line)
+    with pytest.raises(ConfigError, match=r"pdserve\.toml: (num_pages|wait_s) is .*; it must be (int|float)"):
+        built(file)
+
+
+def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "pdserve.toml"
+    file.write_text("num_pages = 7\nwait-s = 2\nmodel_name = 'file'\nshare = false")
+    got = built(file, "--num-pages", "9", PDSERVE_NUM_PAGES="8", PDSERVE_WAIT_S="3")
+    assert got == Config(num_pages=9, wait_s=3.0, model_name="file", share=False)
+
+
+def test_a_caller_of_python_reads_keywords() -> None:
+    said = as_keywords("--num-pages is 0 (see --role mixed and --wait-s): raise --num-pages", Config)
+    assert said == "num_pages is 0 (see --role mixed and wait_s): raise num_pages"
