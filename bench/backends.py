@@ -123,9 +123,13 @@ async def _count_events(response: httpx2.Response, on_output: Callable[[], None]
         chunk = _parse(event.data)
         if "error" in chunk:
             raise RequestFailed("error event in the stream")
-        if chunk.get("usage"):
-            usage_tokens = int(chunk["usage"]["completion_tokens"])
-        if any(_has_output(choice) for choice in chunk.get("choices") or ()):
+        try:
+            if chunk.get("usage"):
+                usage_tokens = int(chunk["usage"]["completion_tokens"])
+            has_output = any([_has_output(choice) for choice in chunk.get("choices") or ()])
+        except (AttributeError, LookupError, TypeError, ValueError) as e:
+            raise RequestFailed("an event is not one of completions") from e
+        if has_output:
             outputs += 1
             on_output()
     raise RequestFailed("the stream was cut")

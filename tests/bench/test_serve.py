@@ -162,6 +162,8 @@ def test_openai_stream() -> None:
         (sse({"error": {"message": "x"}}, "[DONE]"), 200, "error event in the stream"),
         (sse("{"), 200, "an event is not JSON"),
         (sse("[]"), 200, "an event is not a JSON object"),
+        (sse({"usage": {"total_tokens": 3}}), 200, "an event is not one of completions"),
+        (sse({"choices": ["a"]}), 200, "an event is not one of completions"),
     ],
 )
 def test_openai_failures_have_reasons(body: str, status: int, reason: str) -> None:
