@@ -126,7 +126,7 @@ async def _count_events(response: httpx2.Response, on_output: Callable[[], None]
         try:
             if chunk.get("usage"):
                 usage_tokens = int(chunk["usage"]["completion_tokens"])
-            has_output = any([_has_output(choice) for choice in chunk.get("choices") or ()])
+            has_output = any(_has_output(choice) for choice in chunk.get("choices") or ())
         except (AttributeError, LookupError, TypeError, ValueError) as e:
             raise RequestFailed("an event is not one of completions") from e
         if has_output:
