@@ -25,6 +25,7 @@ from pdserve.core.tracing import (
     REQUEST_ID,
     SCHEDULED,
     TRANSFER_ID,
+    TRANSPORT,
     WATERMARK,
     AttributeValue,
     SpanEvent,
@@ -54,6 +55,11 @@ class TransferFacts(Protocol):
     @property
     def num_pages(self) -> int:
         """Pages pulled."""
+        ...
+
+    @property
+    def transport(self) -> str:
+        """Data plane they came over."""
         ...
 
 
@@ -104,13 +110,14 @@ class StreamRecord:
         self.timings.transfer_hidden_s = result.hidden_s
         self.timings.transfer_bytes = result.bytes_on_wire
         self._metrics.kv_transfers.labels("complete", "").inc()
-        self._metrics.kv_bytes.inc(result.bytes_on_wire)
+        self._metrics.kv_bytes.labels(result.transport).inc(result.bytes_on_wire)
         self._metrics.kv_seconds.observe(result.transfer_s)
         self._metrics.kv_hidden_seconds.observe(result.hidden_s)
         facts: dict[str, AttributeValue] = {
             NUM_PAGES: result.num_pages,
             NUM_BYTES: result.bytes_on_wire,
             HIDDEN_S: result.hidden_s,
+            TRANSPORT: result.transport,
         }
         began, self._transfer_began_s = self._transfer_began_s or now, None
         self._span(KV_TRANSFER, began, now, events=[SpanEvent(COMMITTED, now)], more=facts)

@@ -67,8 +67,9 @@ class WorkerMetrics:
     """Metrics of a worker process; each carries the label `role`.
 
     Attributes are prometheus_client objects: `.inc()`, `.set()`, `.observe()`, `.labels(...)`. Labels in order:
-    `requests` (finish_reason, reason), `kv_transfers` (outcome, reason), `session_messages` (direction, kind),
-    `stale_messages` (kind), `sessions_cut` (reason), `preemptions` (mode), `swapped_bytes` (direction).
+    `requests` (finish_reason, reason), `kv_transfers` (outcome, reason), `kv_bytes` (transport),
+    `session_messages` (direction, kind), `stale_messages` (kind), `sessions_cut` (reason), `preemptions` (mode),
+    `swapped_bytes` (direction).
 
     Args:
         registry: Where they are registered.
@@ -161,7 +162,12 @@ class WorkerMetrics:
             ["outcome", "reason"],
             registry=r,
         )
-        self.kv_bytes = Counter("pdserve_kv_transfer_bytes_total", "Bytes of KV transfers on the wire", registry=r)
+        self.kv_bytes = Counter(
+            "pdserve_kv_transfer_bytes_total",
+            "Bytes of KV transfers; on the wire, or copied by transport shm",
+            ["transport"],
+            registry=r,
+        )
         self.kv_seconds = Histogram(
             "pdserve_kv_transfer_seconds", "First byte asked to last page verified", buckets=_TTFT_S, registry=r
         )

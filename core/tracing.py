@@ -34,6 +34,7 @@ SCHEDULED, FIRST_TOKEN, WATERMARK, COMMITTED, FINISHED = (
 # Attributes of ours; those of OpenTelemetry's GenAI conventions are made by the functions below.
 REQUEST_ID, ATTEMPT, TRANSFER_ID = "pdserve.request_id", "pdserve.attempt", "pdserve.transfer_id"
 NUM_PAGES, NUM_BYTES, HIDDEN_S = "pdserve.num_pages", "pdserve.num_bytes", "pdserve.hidden_s"
+TRANSPORT = "pdserve.transport"
 
 EXPORT_TIMEOUT_S = 2.0
 _TRACEPARENT = "traceparent"

@@ -48,12 +48,15 @@ class DecodeWorker:
             num_pages=built.num_pages,
             max_num_seqs=self._config.max_num_seqs,
         )
+        sinks = planes.make_sinks(context.worker, pool, built.identity_digest, context.tls)
+        for name in sinks:
+            context.metrics.kv_bytes.labels(name)  # shown from the start: rates begin at zero
         transfers = TransferClient(
             worker_id=context.worker_id,
             incarnation=context.incarnation,
             identity_digest=built.identity_digest,
             layout=built.layout,
-            sinks=planes.make_sinks(context.worker, pool, built.identity_digest, context.tls),
+            sinks=sinks,
             clock=context.clock,
             integrity=context.worker.kv_integrity,
             host_id=negotiation.host_id(),

@@ -65,6 +65,7 @@ class TransferResult:
         transfer_s: First byte asked to last page verified, seconds.
         hidden_s: Part of transfer_s before the manifest came, seconds.
         num_pages: Pages that were pulled.
+        transport: Data plane that they came over.
     """
 
     token_id: int
@@ -74,6 +75,7 @@ class TransferResult:
     transfer_s: float
     hidden_s: float
     num_pages: int
+    transport: str
 
 
 class IncomingTransfer:
@@ -121,7 +123,14 @@ class IncomingTransfer:
         first, last = t.first_pull_s or 0.0, t.last_pull_s or 0.0
         hidden = min(max((t.manifest_s or 0.0) - first, 0.0), last - first)
         return TransferResult(
-            t.manifest.token_id, t.manifest.index, t.manifest.finished, t.num_bytes, last - first, hidden, t.num_asked
+            t.manifest.token_id,
+            t.manifest.index,
+            t.manifest.finished,
+            t.num_bytes,
+            last - first,
+            hidden,
+            t.num_asked,
+            self._stream.transport,
         )
 
     async def abort(self, reason: str = "ABORTED") -> None:
@@ -200,7 +209,8 @@ class _ControlStream:
     def __init__(self, client: TransferClient, peer: TransferPeer) -> None:
         self.peer = peer
         self.welcome: pb.TransferWelcome | None = None
-        self.sink: PageSink | None = None  # set with the welcome
+        self.transport = ""  # set with the welcome, as the sink is
+        self.sink: PageSink | None = None
         self.transfers: dict[str, IncomingTransfer] = {}
         self.num_late = 0
         self._client = client
@@ -257,7 +267,7 @@ class _ControlStream:
                 if first.WhichOneof("message") != "welcome":
                     raise TransferError("prefill did not begin with a welcome", reason="BAD_WELCOME")
                 self._check(first.welcome)
-                self.sink = self._sink_of(first.welcome)
+                self.transport, self.sink = self._plane_of(first.welcome)
                 self.welcome = first.welcome
                 reading = asyncio.create_task(self._listen(call))
                 tasks = [reading, asyncio.create_task(self._write(call)), asyncio.create_task(self._renew())]
@@ -297,7 +307,7 @@ class _ControlStream:
                 status="FAILED_PRECONDITION",
             )
 
-    def _sink_of(self, welcome: pb.TransferWelcome) -> PageSink:
+    def _plane_of(self, welcome: pb.TransferWelcome) -> tuple[str, PageSink]:
         name, sinks = welcome.transport or negotiation.BEFORE_NEGOTIATION, self._client.sinks
         if name not in sinks:
             raise TransferError(
@@ -307,7 +317,7 @@ class _ControlStream:
                 status="FAILED_PRECONDITION",
             )
         log.info("pages of prefill worker %s come over %s", self.peer.worker_id, name)
-        return sinks[name]
+        return name, sinks[name]
 
     async def _read(self, call: ControlCall, timeout_s: float) -> pb.ControlResponse:
         message = await self._client.clock.wait_for(call.read(), timeout_s)

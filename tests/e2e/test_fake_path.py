@@ -141,6 +141,8 @@ def test_wire_bytes_within_two_percent(disaggregated: Deployment) -> None:
     with disaggregated.client() as client:
         result = client.generate(prompt_token_ids=prompt_of(160), max_tokens=2)
     assert result.timings.transfer_bytes >= 10 * 16 * 16
+    moved = "pdserve_kv_transfer_bytes_total"
+    assert disaggregated.metric("decode-0", moved) == disaggregated.metric("decode-0", moved, transport="shm") > 0
 
 
 @pytest.mark.parametrize("where", ["disaggregated", "mixed"])
@@ -244,6 +246,18 @@ def test_a_thousand_streams_half_of_them_cancelled(disaggregated: Deployment) ->
     assert not tally.problems, tally.problems[:5]
     assert (tally.right, tally.cancelled) == (500, 500)
     assert_all_free(disaggregated)
+
+
+@pytest.mark.timeout(240)
+def test_the_same_over_tcp(tmp_path: Path) -> None:
+    tcp_only = ["--kv-transfer-config", '{"transports": ["tcp"]}']
+    with deploy(tmp_path, "fake", WORKERS, [*ENGINE_FLAGS, *tcp_only]) as running:
+        tally = asyncio.run(storm(running.address, 100, max_prompt=300, max_output=30, seed=7))
+        assert not tally.problems, tally.problems[:5]
+        assert (tally.right, tally.cancelled) == (50, 50)
+        moved = "pdserve_kv_transfer_bytes_total"
+        assert running.metric("decode-0", moved) == running.metric("decode-0", moved, transport="tcp") > 0
+        assert_all_free(running)
 
 
 @pytest.mark.timeout(240)

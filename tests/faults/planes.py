@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-DEPLOYED = ("tcp",)
+DEPLOYED = ("tcp", "shm")
 PARAMS = [pytest.param(name, marks=[] if i == 0 else pytest.mark.slow) for i, name in enumerate(DEPLOYED)]
 
 

@@ -112,9 +112,9 @@ async def run_all(address: str, expected: list[Reference]) -> Outcome:
     )
 
 
-def outcome_of(directory: Path, workers: list[str], expected: list[Reference], threads: int) -> Outcome:
+def outcome_of(directory: Path, workers: list[str], expected: list[Reference], threads: int, *more: str) -> Outcome:
     model = str(resolve_model(BUILT_IN_MODEL))
-    with deploy(directory, model, workers, [*ENGINE, "--threads", str(threads)]) as running:
+    with deploy(directory, model, workers, [*ENGINE, "--threads", str(threads), *more]) as running:
         outcome = asyncio.run(run_all(running.address, expected))
         for worker in workers:
             wait_until(lambda worker=worker: running.all_pages_free(worker), 30, f"{worker} to free every page")
@@ -127,12 +127,18 @@ def disaggregated(tmp_path_factory: pytest.TempPathFactory, expected: list[Refer
 
 
 @pytest.fixture(scope="module")
+def over_tcp(tmp_path_factory: pytest.TempPathFactory, expected: list[Reference]) -> Iterator[Outcome]:
+    flags = ["--kv-transfer-config", '{"transports": ["tcp"]}']
+    yield outcome_of(tmp_path_factory.mktemp("tcp"), ["prefill-0", "decode-0"], expected, 1, *flags)
+
+
+@pytest.fixture(scope="module")
 def mixed(tmp_path_factory: pytest.TempPathFactory, expected: list[Reference]) -> Iterator[Outcome]:
     yield outcome_of(tmp_path_factory.mktemp("mixed"), ["mixed-0"], expected, threads=2)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("where", ["disaggregated", "mixed"])
+@pytest.mark.parametrize("where", ["disaggregated", pytest.param("over_tcp", marks=pytest.mark.slow), "mixed"])
 def test_greedy_equals_generate(where: str, request: pytest.FixtureRequest, expected: list[Reference]) -> None:
     outcome: Outcome = request.getfixturevalue(where)
     assert [r.usage.prompt_tokens for r in outcome.greedy] == [len(r.prompt.token_ids) for r in expected]
