@@ -74,6 +74,7 @@ class Samples:
                 num_free_host_pages=7,
             )
             worker.kv_seconds.observe(0.333)  # beside the same again from _grow: half of the time is hidden
+            worker.kv_bytes.labels("shm").inc(4096)
             worker.kv_transfers.labels("complete", "").inc()
             worker.kv_transfers.labels("failed", "PEER_GONE").inc()
             worker.session_messages.labels("sent", "step_outputs").inc()
