@@ -23,7 +23,7 @@ import grpc.aio
 from pdserve.core.clock import MonotonicClock
 from pdserve.kvtransfer.control_client import TransferPeer
 from pdserve.kvtransfer.control_server import TransferServer
-from pdserve.kvtransfer.handoff import TransferState
+from pdserve.kvtransfer.handoff import TERMINAL, TransferState
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.sockets import shut_down
 
@@ -97,7 +97,8 @@ async def serve(plane: Plane, incarnation: str, grpc_port: int, data_port: int, 
                     transfer_id, num_tokens=num_pages * 8, token_id=42, index=0, prompt_digest=PROMPT_DIGEST
                 )
             case ["report"]:
-                tell(event="report", even=lender.even, leases=server.num_leases)
+                ending = [name for name, e in server._entries.items() if e.transfer.state in TERMINAL]
+                tell(event="report", even=lender.even, leases=server.num_leases, ending=ending)
             case ["go"]:
                 go.set()
     await server.stop()

@@ -10,7 +10,7 @@ import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import xxhash
@@ -22,6 +22,7 @@ from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.transport import PageSink, PageSource, SourcePageRef
 
 from .accounts import Borrower, Lender, Loan, assert_received
+from .blackhole import blackhole
 from .plane_peer import NUM_PAGES, PlanePeer, plane_peer
 from .planes import PLANES, REMOTE_PLANES, Plane
 from .world import LAYOUT, SMALL, World, eventually, run, world
@@ -169,7 +170,9 @@ def test_stopped_inside_a_page_and_resumed(plane: Plane) -> None:
             if plane.halt is not None:
                 assert isinstance(end, TransferError) and end.reason in SILENT
             if plane.halt is not None:
-                assert (await peer.report())["leases"] == 1, "a page is free while it is being sent"
+                while not (report := await peer.report())["ending"]:
+                    assert report["leases"] == 1, "a page is free while it is being sent"
+                assert report["leases"] == 1
                 peer.send("go")
             await peer.heard("ended")
             await peer.even()
@@ -231,6 +234,36 @@ def test_no_poisoned_byte_changes_when_the_peer_of_a_cancelled_pull_goes_on(plan
             await peer.even()
 
     run(body(), 60)
+
+
+@every_plane
+@pytest.mark.parametrize("computed", [False, True], ids=["computing", "computed"])
+def test_a_network_that_swallows_everything_keeps_no_page(plane: Plane, computed: bool) -> None:
+    """Both sides live and neither hears of the other's end: decode gives up by silence, prefill by its lease."""
+
+    async def body() -> None:
+        async with (
+            here(plane, lease_s=0.5, heartbeat_s=0.1, peer_timeout_s=1.0) as h,
+            blackhole(h.world.peer.address) as network,
+        ):
+            peer = replace(h.world.peer, address=network.address)
+            h.world.server.offer("t", 3)
+            refs = h.lender.lend("t", 3)
+            loan = h.borrower.borrow("t", 3, peer)
+            await h.lender.until(lambda: h.lender.opened == ["t"])
+            network.swallow()
+            if computed:
+                h.world.server.pages_ready("t", 0, refs)
+                h.world.complete("t", 3)
+            assert await loan.reason() == "PEER_SILENT"
+            if not computed:  # prefill cannot know; its engine goes on
+                h.world.server.pages_ready("t", 0, refs)
+                h.world.complete("t", 3)
+            assert await h.lender.end_of("t") == (TransferState.EXPIRED, "LEASE_EXPIRED")
+            assert h.lender.even and h.borrower.even
+            await h.whole()
+
+    run(body())
 
 
 # ---- ends ------------------------------------------------------------------------------------------------------------
