@@ -13,9 +13,10 @@ from rich.table import Table
 from pdserve.bench.report import Report, Row, print_report, write_json
 from pdserve.bench.transfer_args import INTEGRITIES, TransferConfig
 from pdserve.bench.transfer_methods import Case, Moved, methods
-from pdserve.bench.transfer_source import PLANES, make_pool
+from pdserve.bench.transfer_source import PLANES, TLS_PLANE, make_pool
 from pdserve.core.config import build_parser, from_namespace
 from pdserve.core.errors import ConfigError
+from pdserve.core.tls import TlsConfig, load_tls
 
 DESCRIPTION = """\
 Move pages from the pool of one process into the pool of another by every data plane, with and without checksums,
@@ -24,6 +25,8 @@ beside one copy inside a process (memcpy) and sendall/recv_into over a bare sock
   pdserve bench transfer --quick                       see that it works; its numbers mean little
   pdserve bench transfer --json transfer.json          the comparison
   pdserve bench transfer --planes tcp --page-kib 256   one plane, one size of page
+
+With the files of TLS (pdserve certs makes some) the plane tcp+tls is measured, too.
 """
 Runs = dict[Case, dict[str, list[Moved]]]
 GOALS = (
@@ -37,11 +40,14 @@ GOALS = (
 
 def main(argv: Sequence[str]) -> int:
     """Runs `pdserve bench transfer`; returns the exit status."""
-    sections = {"Comparison": TransferConfig}
-    (config,) = from_namespace(sections, build_parser("pdserve bench transfer", DESCRIPTION, sections).parse_args(argv))
-    planes = _planes(config.planes)
+    sections = {"Comparison": TransferConfig, "TLS": TlsConfig}
+    config, files = from_namespace(
+        sections, build_parser("pdserve bench transfer", DESCRIPTION, sections).parse_args(argv)
+    )
+    planes = _planes(config.planes, files)
+    load_tls(files)
     progress = Console(stderr=True)
-    runs = asyncio.run(measure(config, planes, lambda text: progress.print(text, markup=False, highlight=False)))
+    runs = asyncio.run(measure(config, files, planes, lambda text: progress.print(text, markup=False, highlight=False)))
     console = Console()
     for title, shown in (("GB/s", _rate), ("processor seconds per GB, both processes", _cpu_s_per_gb)):
         console.print(_table(title, runs, shown))
@@ -59,12 +65,12 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-async def measure(config: TransferConfig, planes: Sequence[str], say: Callable[[str], None]) -> Runs:
+async def measure(config: TransferConfig, files: TlsConfig, planes: Sequence[str], say: Callable[[str], None]) -> Runs:
     """Runs every case by every method, interleaved; the first run of a case only warms it up."""
     runs: Runs = {}
     for page_bytes in config.page_sizes():
         pool = make_pool(page_bytes, max(config.totals()) // page_bytes)
-        found = methods(planes, INTEGRITIES, pool, config.timeout_s)
+        found = methods(planes, INTEGRITIES, pool, config.timeout_s, files)
         try:
             for total in config.totals():
                 for scattered in (False, True):
@@ -83,10 +89,13 @@ async def measure(config: TransferConfig, planes: Sequence[str], say: Callable[[
     return runs
 
 
-def _planes(wanted: str) -> list[str]:
-    chosen = list(PLANES) if wanted == "all" else [name for name in wanted.split(",") if name]
-    if unknown := [name for name in chosen if name not in PLANES]:
-        raise ConfigError(f"--planes: unknown {', '.join(unknown)}; known: all, {', '.join(PLANES)}")
+def _planes(wanted: str, files: TlsConfig) -> list[str]:
+    known = [*PLANES, TLS_PLANE] if files.enabled else list(PLANES)
+    chosen = known if wanted == "all" else [name for name in wanted.split(",") if name]
+    if TLS_PLANE in chosen and not files.enabled:
+        raise ConfigError(f"--planes: {TLS_PLANE} needs --tls-cert-file, --tls-key-file and --tls-ca-file")
+    if unknown := [name for name in chosen if name not in known]:
+        raise ConfigError(f"--planes: unknown {', '.join(unknown)}; known: all, {', '.join(PLANES)}, {TLS_PLANE}")
     return chosen
 
 

@@ -12,8 +12,18 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
-from pdserve.bench.transfer_source import PLANES, Publish, Published, Withdraw, fill, make_pool, serve_bare, serve_plane
+from pdserve.bench.transfer_source import (
+    Publish,
+    Published,
+    Withdraw,
+    fill,
+    make_pool,
+    plane_named,
+    serve_bare,
+    serve_plane,
+)
 from pdserve.core.errors import PdserveError, TransferError
+from pdserve.core.tls import TlsConfig
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.sockets import recv_exactly, tune
 
@@ -137,17 +147,21 @@ class PlaneMethod:
     """A data plane of pdserve between two processes.
 
     Args:
-        name: In `PLANES`.
+        name: As for `plane_named`.
         pool: Where pages go.
         integrity: "host": every page has a checksum, verified on arrival; "none".
         timeout_s: Limit of one transfer, seconds.
+        files: Of the plane under TLS.
     """
 
-    def __init__(self, name: str, pool: KvPool, integrity: str, timeout_s: float) -> None:
+    def __init__(
+        self, name: str, pool: KvPool, integrity: str, timeout_s: float, files: TlsConfig | None = None
+    ) -> None:
+        files = files or TlsConfig()
         self._pool, self._hashed, self._timeout_s = pool, integrity == "host", timeout_s
-        self._process, self._pipe = _start(serve_plane, name, pool.page_bytes, pool.num_pages)
+        self._process, self._pipe = _start(serve_plane, name, files, pool.page_bytes, pool.num_pages)
         self._address, self._token = _receive(self._pipe, START_TIMEOUT_S)
-        self._sink = PLANES[name].sink(pool)
+        self._sink = plane_named(name, files).sink(pool)
         self._num_moved = 0
 
     async def move(self, case: Case, seed: int) -> Moved:
@@ -174,12 +188,14 @@ class PlaneMethod:
         _end(self._process, self._pipe)
 
 
-def methods(planes: Sequence[str], integrities: Sequence[str], pool: KvPool, timeout_s: float) -> dict[str, Method]:
+def methods(
+    planes: Sequence[str], integrities: Sequence[str], pool: KvPool, timeout_s: float, files: TlsConfig
+) -> dict[str, Method]:
     """Every method by its name, in the order of the report."""
     found: dict[str, Method] = {"memcpy": Memcpy(pool), "bare sockets": BareSockets(pool, timeout_s)}
     for plane in planes:
         for integrity in integrities:
-            found[f"{plane}, {integrity}"] = PlaneMethod(plane, pool, integrity, timeout_s)
+            found[f"{plane}, {integrity}"] = PlaneMethod(plane, pool, integrity, timeout_s, files)
     return found
 
 

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection
 import xxhash
 
 from pdserve.core.layout import KVLayout
+from pdserve.core.tls import Tls, TlsConfig
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.sockets import Closed, recv_exactly, tune
@@ -37,6 +38,18 @@ PLANES = {
     "shm": Plane(lambda pool: ShmPageSource(pool, IDENTITY), lambda pool: ShmPageSink(pool, IDENTITY)),
     "tcp": Plane(lambda pool: TcpPageSource(pool, IDENTITY), lambda pool: TcpPageSink(pool, IDENTITY)),
 }
+
+
+TLS_PLANE = "tcp+tls"
+"""Measured where files are given."""
+
+
+def plane_named(name: str, files: TlsConfig) -> Plane:
+    """A plane of `PLANES`, or the one under TLS."""
+    if name != TLS_PLANE:
+        return PLANES[name]
+    tls = Tls(files)
+    return Plane(lambda pool: TcpPageSource(pool, IDENTITY, tls=tls), lambda pool: TcpPageSink(pool, IDENTITY, tls=tls))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +105,11 @@ def fill(pool: KvPool) -> None:
         page[:8] = page_id.to_bytes(8, "little")
 
 
-def serve_plane(connection: Connection, plane: str, page_bytes: int, num_pages: int) -> None:
+def serve_plane(connection: Connection, plane: str, files: TlsConfig, page_bytes: int, num_pages: int) -> None:
     """Sends address and token, then answers asks until the pipe ends."""
     pool = make_pool(page_bytes, num_pages)
     fill(pool)
-    source = PLANES[plane].source(pool)
+    source = plane_named(plane, files).source(pool)
     token = source.new_reader()
     connection.send((source.address, token))
     while True:

@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from pdserve.bench.transfer_methods import Case, PlaneMethod
-from pdserve.bench.transfer_source import PLANES, fill, make_pool
+from pdserve.bench.transfer_source import PLANES, TLS_PLANE, fill, make_pool
 from pdserve.cli import __main__ as cli
+from pdserve.cli.authority import Authority
+from tests.support.certificates import flags as tls_flags
+from tests.support.certificates import member
 
 
 def test_quick_measures_every_plane_and_writes_the_raw_values(
@@ -18,9 +21,12 @@ def test_quick_measures_every_plane_and_writes_the_raw_values(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")  # no column is cut
     path = tmp_path / "transfer.json"
-    assert cli.main(["bench", "transfer", "--quick", "--json", str(path)]) == 0
+    words = tls_flags(member(tmp_path / "tls", Authority.new()))
+    assert cli.main(["bench", "transfer", "--quick", "--json", str(path), *words]) == 0
     cases = json.loads(path.read_text())["cases"]
-    methods = {"memcpy", "bare sockets"} | {f"{name}, {mode}" for name in PLANES for mode in ("none", "host")}
+    methods = {"memcpy", "bare sockets"} | {
+        f"{name}, {mode}" for name in (*PLANES, TLS_PLANE) for mode in ("none", "host")
+    }
     assert {case["method"] for case in cases} == methods
     assert {case["scattered"] for case in cases} == {False, True}
     assert all(len(case["gb_per_s"]) == 1 and case["gb_per_s"][0] > 0 for case in cases)
@@ -48,6 +54,7 @@ def test_every_page_arrives_where_it_belongs(plane: str) -> None:
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
+        (["--planes", "tcp+tls"], "--planes: tcp+tls needs --tls-cert-file"),
         (["--planes", "pigeon"], "--planes: unknown pigeon"),
         (["--page-kib", "0"], "--page-kib"),
         (["--total-mib", "x"], "--total-mib"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import ssl
 import subprocess
@@ -12,6 +13,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -430,3 +432,52 @@ def test_where_tls_is_required_no_plane_may_leave_the_host_in_the_clear(files: T
     planes.check_encryption(("shm", "tcp"), required)
     with pytest.raises(ConfigError, match=r"--require-tls: nixl, mooncake .* --kv-transfer-config"):
         planes.check_encryption(("nixl", "tcp", "mooncake"), required)
+
+
+def test_handshakes_that_are_broken_anywhere_break_nothing_else(
+    files: TlsConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bits of a client's first flight are turned, it comes in two parts, or ends early."""
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 0.2)
+    rng, hello = random.Random(5), client_hello()
+
+    async def body() -> None:
+        tls = Tls(files)
+        async with tls_pair(tls, tls) as p:
+            host, port = p.source.address.split(":")
+            for _ in range(300):
+                words = bytearray(hello)
+                for _ in range(rng.randint(0, 4)):
+                    words[rng.randrange(1, len(words))] ^= 1 << rng.randrange(8)
+                cut = rng.randrange(len(words) + 1)
+                with socket.create_connection((host, int(port)), timeout=10) as sock, suppress(ConnectionError):
+                    sock.sendall(words[:cut])
+                    if rng.random() < 0.7:
+                        sock.sendall(words[cut:])
+            await eventually(lambda: p.source._acceptor.num_strangers == 0)
+            pages = p.refs(range(2))
+            p.source.publish("t", p.token, pages)
+            await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
+            assert p.here.page(1) == p.there.page(1)
+
+    run(body())
+
+
+def test_who_speaks_a_byte_at_a_time_is_gone_in_time(files: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 0.1)
+
+    async def body() -> None:
+        async with tls_pair(Tls(files), None) as p:
+            host, port = p.source.address.split(":")
+            for num_refused, words in enumerate((client_hello(), wire.encode_hello(p.token, DIGEST))):
+                with socket.create_connection((host, int(port)), timeout=10) as sock:
+                    left = iter(words[:-1])  # never the last one
+
+                    def gone(num: int = num_refused, sock: socket.socket = sock, left: Iterator[int] = left) -> bool:
+                        with suppress(ConnectionError):
+                            sock.sendall(bytes([*islice(left, 1)]))
+                        return p.source.num_refused > num
+
+                    await eventually(gone)
+
+    run(body())
