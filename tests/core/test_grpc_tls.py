@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from pdserve.cli.authority import Authority
+from pdserve.core import grpc_server
 from pdserve.core.errors import PdserveError
 from pdserve.core.grpc_server import GrpcServer, error_from_rpc, open_channel
 from pdserve.core.tls import Tls, TlsConfig
@@ -138,7 +139,9 @@ def test_a_rotation_goes_without_a_restart_and_without_a_cut(tmp_path: Path) -> 
     asyncio.run(main())
 
 
-def test_a_thousand_strangers_get_nothing(tmp_path: Path) -> None:
+def test_a_thousand_strangers_get_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_server, "HANDSHAKE_TIMEOUT_S", 1.0)
+
     async def main() -> None:
         good = Tls(member(tmp_path / "good", AUTHORITY))
         async with serving(good) as address, open_channel(address, max_message_bytes=LIMIT, tls=good) as channel:
