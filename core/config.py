@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_transfer_config import KvTransferConfig
+from pdserve.core.kv_transfer_config import ON_REQUEST, KvTransferConfig
 
 ENV_PREFIX = "PDSERVE_"
 C = TypeVar("C")
@@ -303,7 +303,12 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        _ = self.kv_transfer  # refused now rather than when the model is loaded
+        unsafe = [t for t in self.kv_transfer.transports if t in ON_REQUEST]  # refused before the model is loaded
+        if unsafe and self.kv_integrity == "none":
+            raise ConfigError(
+                f"--kv-integrity none: transport {unsafe[0]} (--kv-transfer-config) knows a stale page by its checksum "
+                "only; use --kv-integrity host"
+            )
 
     @cached_property
     def kv_transfer(self) -> KvTransferConfig:

@@ -264,7 +264,7 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
         self._fences = FenceTable(max_fences)
         self._sessions: dict[str, RouterSession] = {}
         self._num_stale: Counter[str] = Counter()
-        self._draining = False
+        self._draining = self._paused = False
 
     @property
     def sessions(self) -> tuple[RouterSession, ...]:
@@ -279,11 +279,20 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
     @property
     def draining(self) -> bool:
         """True: new attempts are refused with DRAINING."""
-        return self._draining
+        return self._draining or self._paused
 
     def drain(self) -> None:
         """Refuses new attempts from now on and tells every router at once."""
         self._draining = True
+        self._tell_draining()
+
+    def pause(self, paused: bool) -> None:
+        """Refuses new attempts for now, as if draining, or takes them again; tells every router when that changes."""
+        if paused != self._paused:
+            self._paused = paused
+            self._tell_draining()
+
+    def _tell_draining(self) -> None:
         for session in self.sessions:
             session.send(worker_pb2.SessionResponse(heartbeat=self._heartbeat()))
 
@@ -423,7 +432,7 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
             session.send_heartbeat(self._heartbeat())
 
     def _heartbeat(self, leaving: bool = False) -> worker_pb2.WorkerHeartbeat:
-        return worker_pb2.WorkerHeartbeat(load=self._handler.load(), draining=self._draining, leaving=leaving)
+        return worker_pb2.WorkerHeartbeat(load=self._handler.load(), draining=self.draining, leaving=leaving)
 
     async def _watch_silence(self, session: RouterSession) -> None:
         # Counted in ticks, not in time: when this process itself stood still, that is one tick, and the messages that
@@ -460,7 +469,7 @@ class SessionServer(worker_pb2_grpc.WorkerServicer):
         try:
             if not fence.request_id or fence.attempt < 1:
                 raise RequestError("Submit without request_id or attempt", reason="BAD_FENCE")
-            if self._draining:
+            if self.draining:
                 raise UnavailableError("the worker is draining; choose another one", reason="DRAINING")
             if not self._fences.submit(fence):
                 self._count_stale("submit")

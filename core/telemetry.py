@@ -183,6 +183,11 @@ class WorkerMetrics:
         self.refused_reservations = Counter(
             "pdserve_kv_reservations_refused_total", "Reservations refused for want of pages", registry=r
         )
+        self.quarantined_pages = Gauge(
+            "pdserve_kv_quarantined_pages",
+            "Pages of failed pulls into which a one-sided read may still write",
+            registry=r,
+        )
         # sessions
         self.sessions = Gauge("pdserve_sessions", "Routers connected", registry=r)
         self.session_messages = Counter(

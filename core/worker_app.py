@@ -116,6 +116,10 @@ class WorkerService(Protocol):
         """False when the process must be restarted (sequences run but no step ends)."""
         ...
 
+    def ready(self) -> bool:
+        """False while nothing new may come though what runs goes on; then the process should be restarted soon."""
+        ...
+
     async def drain(self) -> None:
         """Returns when nothing runs or is leased any more. The caller bounds it; cancelled when the grace is over."""
         ...
@@ -158,6 +162,7 @@ class WorkerApp:
         self._failure: PdserveError | None = None
         self._failed = asyncio.Event()
         self._record: WorkerRecord | None = None
+        self._leaving = False
         self.stuck = False  # the service did not stop in time: some thread of its still runs
         self.abandoned = False  # told to stop while it loaded: the loading thread still runs
 
@@ -254,10 +259,11 @@ class WorkerApp:
         await _first_of(self._register(registry), signals.drain.wait(), self._failed.wait())
         stack.push_async_callback(self._unregister, registry)
         await stack.enter_async_context(_background(self._keep_registered(registry)))
-        watchdog = await stack.enter_async_context(_background(self._watch_health(server)))
+        watchdog = await stack.enter_async_context(_background(self._watch_health(server, sessions)))
         await server.set_ready(True)
         self._announce(ready)
         await _first_of(signals.drain.wait(), self._failed.wait(), watchdog)
+        self._leaving = True
         await server.set_ready(False)
         sessions.drain()
         if self._failure is None:
@@ -287,14 +293,22 @@ class WorkerApp:
         assert self._record is not None
         return self._record
 
-    async def _watch_health(self, server: GrpcServer) -> None:
-        was_healthy = True
+    async def _watch_health(self, server: GrpcServer, sessions: SessionServer) -> None:
+        was_healthy = was_ready = True
         while True:
             healthy = self._service.healthy() and self._failure is None
             if healthy != was_healthy:
                 _log.log(logging.INFO if healthy else logging.ERROR, "liveness: %s", "ok" if healthy else "failing")
                 was_healthy = healthy
             await server.set_serving("", healthy)
+            ready = self._service.ready()
+            if ready != was_ready and not self._leaving:
+                _log.log(
+                    logging.INFO if ready else logging.ERROR, "readiness: %s", "ok" if ready else "takes nothing new"
+                )
+                was_ready = ready
+                sessions.pause(not ready)
+                await server.set_ready(ready)
             await self._clock.sleep(HEALTH_PERIOD_S)
 
     async def _drain(self, registry: Registry, signals: StopSignals) -> None:

@@ -202,20 +202,19 @@ class DecodeService(StreamService[DecodeStream, Event]):
 
     async def _receive(self, stream: DecodeStream, transfer: IncomingTransfer) -> None:
         """Waits until nothing writes the pages any more; then they are VALID or freed."""
-        try:
-            result = await transfer.result()
-            if not result.finished and result.index != stream.output[0].num_tokens:
-                message = f"prefill sent output index {result.index}; {stream.output[0].num_tokens} was expected"
-                raise TransferError(message, reason="INDEX_MISMATCH")
-        except TransferError as e:
+        if (error := await transfer.failure()) is not None:
+            self._on_transfer_failed(stream, error)  # told at once, though pages may be written for a while yet
+            with contextlib.suppress(TransferError):
+                await transfer.result()
             stream.transfer = None
-            if e.reason == "FINISHED":
-                stream.silent = True  # prefill's token ended the request before this transfer opened: no failure
-            stream.record.transfer_failed(e, self._clock.now(), aborted=stream.silent)
-            self._fail(stream, e)
             self._free(stream)
             return
-        stream.transfer = None
+        result, stream.transfer = await transfer.result(), None
+        if not result.finished and result.index != stream.output[0].num_tokens:
+            message = f"prefill sent output index {result.index}; {stream.output[0].num_tokens} was expected"
+            self._on_transfer_failed(stream, TransferError(message, reason="INDEX_MISMATCH"))
+            self._free(stream)
+            return
         stream.record.transferred(result, self._clock.now())
         if stream.silent or result.finished:
             stream.silent = True
@@ -228,6 +227,12 @@ class DecodeService(StreamService[DecodeStream, Event]):
         else:
             stream.output[0].skip([result.token_id])
             self._tell(Activate(stream.key, result.token_id))
+
+    def _on_transfer_failed(self, stream: DecodeStream, error: TransferError) -> None:
+        if error.reason == "FINISHED":
+            stream.silent = True  # prefill's token ended the request before this transfer opened: no failure
+        stream.record.transfer_failed(error, self._clock.now(), aborted=stream.silent)
+        self._fail(stream, error)
 
     # ---- output ------------------------------------------------------------
 

@@ -31,6 +31,8 @@ class DecodeWorker:
         self._stack = AsyncExitStack()
         self._engine: AsyncEngine | None = None
         self._stall_s = 0.0
+        self._transfers: TransferClient | None = None
+        self._max_quarantined = 0
         self._service: DecodeService
 
     async def start(self, context: WorkerContext) -> tuple[DecodeService, LoadedWorker]:
@@ -48,7 +50,7 @@ class DecodeWorker:
             num_pages=built.num_pages,
             max_num_seqs=self._config.max_num_seqs,
         )
-        sinks = planes.make_sinks(context.worker, pool, built.identity_digest, context.tls)
+        sinks = await in_own_thread(planes.make_sinks, context.worker, pool, built.identity_digest, context.tls)
         for name in sinks:
             context.metrics.kv_bytes.labels(name)  # shown from the start: rates begin at zero
         transfers = TransferClient(
@@ -75,6 +77,9 @@ class DecodeWorker:
             tracing=context.tracing,
             reserve_wait_s=context.worker.reserve_wait_s,
         )
+        self._transfers, cap = transfers, context.worker.kv_transfer.max_quarantined_pages
+        self._max_quarantined = built.num_pages // 4 if cap is None else cap
+        context.metrics.quarantined_pages.set_function(lambda: transfers.num_quarantined)
         self._run(context, built.engine, transfers)
         return self._service, loaded
 
@@ -91,6 +96,10 @@ class DecodeWorker:
     def healthy(self) -> bool:
         """See `WorkerService`."""
         return self._engine is None or self._engine.healthy(self._stall_s)
+
+    def ready(self) -> bool:
+        """See `WorkerService`: not while failed reads may still write into too many pages."""
+        return self._transfers is None or self._transfers.num_quarantined <= self._max_quarantined
 
     async def drain(self) -> None:
         """See `WorkerService`."""

@@ -19,13 +19,13 @@ import grpc.aio
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
-from pdserve.core.grpc_server import channel_options, error_from_rpc
+from pdserve.core.grpc_server import channel_options
 from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer import handoff, negotiation
-from pdserve.kvtransfer.control_messages import OUTCOMES
+from pdserve.kvtransfer.control_messages import OUTCOMES, stream_error
 from pdserve.kvtransfer.handoff import SinkTransfer, TransferState
 from pdserve.kvtransfer.negotiation import OLDEST_VERSION, PROTOCOL_VERSION
-from pdserve.kvtransfer.transport import PageSink, SourcePageRef
+from pdserve.kvtransfer.transport import PageSink, QuarantiningSink, SourcePageRef
 from pdserve.kvtransfer.wire import TOKEN_BYTES
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
@@ -94,6 +94,7 @@ class IncomingTransfer:
         self._stream, self._clock = stream, clock
         self._pull: asyncio.Task[handoff.PullEnded] | None = None
         self._done = asyncio.get_running_loop().create_future()
+        self._decided = asyncio.get_running_loop().create_future()
         self._message = ""
 
     @property
@@ -106,6 +107,22 @@ class IncomingTransfer:
         """Messages dropped because they came too late or twice."""
         return self._transfer.num_late
 
+    async def failure(self) -> TransferError | None:
+        """Waits until it is known how it ends; safe to cancel, and to call again.
+
+        Returns:
+            None when it is complete; else why not, and pages may be written until `result` raises the same.
+        """
+        await asyncio.shield(self._decided)
+        t = self._transfer
+        if t.state is TransferState.COMPLETE and t.manifest is not None:
+            return None
+        return TransferError(
+            f"KV transfer {self.transfer_id} from {self._stream.peer.worker_id} ended {t.state}: "
+            f"{self._message or t.reason}",
+            reason=t.reason,
+        )
+
     async def result(self) -> TransferResult:
         """Waits for the end; safe to cancel, and to call again.
 
@@ -113,13 +130,10 @@ class IncomingTransfer:
             TransferError: It did not complete; `reason` says why. Nothing writes into the destinations any more.
         """
         await asyncio.shield(self._done)
+        if (error := await self.failure()) is not None:
+            raise error
         t = self._transfer
-        if t.state is not TransferState.COMPLETE or t.manifest is None:
-            raise TransferError(
-                f"KV transfer {self.transfer_id} from {self._stream.peer.worker_id} ended {t.state}: "
-                f"{self._message or t.reason}",
-                reason=t.reason,
-            )
+        assert t.manifest is not None
         first, last = t.first_pull_s or 0.0, t.last_pull_s or 0.0
         hidden = min(max((t.manifest_s or 0.0) - first, 0.0), last - first)
         return TransferResult(
@@ -156,6 +170,11 @@ class IncomingTransfer:
             case "closed":
                 self._feed(handoff.Ended(TransferState.FAILED, message.closed.reason or "CLOSED", by_peer=True))
 
+    def on_overdue(self, error: TransferError) -> None:
+        """Its pull is too slow, and goes on until nothing writes any more: the transfer ends now."""
+        self._message = self._message or error.message
+        self._feed(handoff.Ended(TransferState.FAILED, error.reason))
+
     def on_stream_lost(self, error: TransferError) -> None:
         """The control stream died: so does the transfer."""
         self._message = self._message or error.message
@@ -178,6 +197,8 @@ class IncomingTransfer:
                 case handoff.Resolve():
                     self._stream.forget(self.transfer_id)
                     self._done.set_result(None)
+        if self._transfer.state in handoff.TERMINAL and not self._decided.done():
+            self._decided.set_result(None)
 
     async def _run_pull(self, action: handoff.Pull) -> handoff.PullEnded:
         welcome, sink = self._stream.welcome, self._stream.sink
@@ -276,7 +297,7 @@ class _ControlStream:
                     task.result()  # raises what went wrong
                 await reading  # the writer only noticed first
             except grpc.aio.AioRpcError as e:
-                raise _stream_error(self.peer, e) from e
+                raise stream_error(self.peer.worker_id, self.peer.address, e) from e
             except TimeoutError as e:
                 raise TransferError(
                     f"prefill worker {self.peer.worker_id} at {self.peer.address} is silent", reason="PEER_SILENT"
@@ -392,7 +413,15 @@ class TransferClient:
         self.sinks, self.host_id = dict(sinks), host_id
         self._streams: dict[tuple[str, str], _ControlStream] = {}
         self._transfers: dict[str, IncomingTransfer] = {}
+        self._quarantining = [s for s in self.sinks.values() if isinstance(s, QuarantiningSink)]
+        for sink in self._quarantining:
+            sink.on_overdue(self._on_overdue)
         self._closed = False
+
+    @property
+    def num_quarantined(self) -> int:
+        """Pages of failed transfers into which something may still write; callable from any thread."""
+        return sum(sink.num_quarantined for sink in self._quarantining)
 
     @property
     def num_open(self) -> int:
@@ -443,6 +472,10 @@ class TransferClient:
         """The transfer has ended."""
         self._transfers.pop(transfer_id, None)
 
+    def _on_overdue(self, transfer_id: str, error: TransferError) -> None:
+        if (transfer := self._transfers.get(transfer_id)) is not None:
+            transfer.on_overdue(error)
+
     def on_stream_ended(self, stream: _ControlStream) -> None:
         """A stream died; the next `start` opens another."""
         key = (stream.peer.address, stream.peer.incarnation)
@@ -465,22 +498,3 @@ class TransferClient:
 
 def _plain_channel(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=channel_options(MAX_MESSAGE_BYTES))
-
-
-def _stream_error(peer: TransferPeer, error: grpc.aio.AioRpcError) -> TransferError:
-    """A refusal keeps prefill's reason ("REASON: sentence"); anything else is a lost peer."""
-    details = error.details() or ""
-    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-        reason, _, sentence = details.partition(": ")
-        if not (reason.isidentifier() and reason.isupper()):  # not one of ours: reasons are metric labels
-            reason, sentence = "PAIR_REFUSED", details
-        return TransferError(
-            f"prefill worker {peer.worker_id} refused the pair: {sentence}",
-            reason=reason,
-            status="FAILED_PRECONDITION",
-        )
-    told = error_from_rpc(error)
-    reason = told.reason if told.reason in ("TLS_FAILED", "NOT_A_MEMBER") else "PEER_LOST"
-    return TransferError(
-        f"lost prefill worker {peer.worker_id} at {peer.address}: {error.code().name} {details}", reason=reason
-    )

@@ -1,7 +1,12 @@
-"""The control stream's messages made of the hand-off's values."""
+"""The control stream's messages made of the hand-off's values, and what its end means."""
 
 from __future__ import annotations
 
+import grpc
+import grpc.aio
+
+from pdserve.core.errors import TransferError
+from pdserve.core.grpc_server import error_from_rpc
 from pdserve.kvtransfer import handoff
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.v1 import kvtransfer_pb2 as pb
@@ -29,3 +34,27 @@ def manifest(transfer_id: str, facts: handoff.ManifestFacts) -> pb.Manifest:
         prompt_digest=facts.prompt_digest,
         finished=facts.finished,
     )
+
+
+def stream_error(worker_id: str, address: str, error: grpc.aio.AioRpcError) -> TransferError:
+    """How decode's end of a control stream died.
+
+    Args:
+        worker_id: Of the prefill worker.
+        address: Its host:port.
+        error: What gRPC says.
+
+    Returns:
+        With prefill's own reason ("REASON: sentence") when it refused; anything else is a lost peer.
+    """
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        reason, _, sentence = details.partition(": ")
+        if not (reason.isidentifier() and reason.isupper()):  # not one of ours: reasons are metric labels
+            reason, sentence = "PAIR_REFUSED", details
+        return TransferError(
+            f"prefill worker {worker_id} refused the pair: {sentence}", reason=reason, status="FAILED_PRECONDITION"
+        )
+    told = error_from_rpc(error).reason
+    reason = told if told in ("TLS_FAILED", "NOT_A_MEMBER") else "PEER_LOST"
+    return TransferError(f"lost prefill worker {worker_id} at {address}: {error.code().name} {details}", reason=reason)

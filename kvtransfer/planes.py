@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pdserve.core.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.tls import Tls
+from pdserve.kvtransfer import nixl
+from pdserve.kvtransfer.onesided import OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
@@ -60,6 +62,7 @@ def make_sources(
             advertise_address=config.advertise_data_address,
             tls=tls,
         ),
+        "nixl": lambda: nixl.make_source(pool, config.kv_transfer.nixl.environment()),
     }
     sources: dict[str, PageSource] = {}
     try:
@@ -92,14 +95,16 @@ def make_sinks(config: WorkerConfig, pool: KvPool, identity_digest: bytes, tls: 
         ConfigError: One cannot work here.
     """
     check_encryption(config.kv_transfer.transports, tls)
+    idle_s, rate = config.pull_idle_s, config.pull_min_rate * 1e6
     makers: Mapping[str, Callable[[], PageSink]] = {
-        "shm": lambda: ShmPageSink(pool, identity_digest, idle_s=config.pull_idle_s),
-        "tcp": lambda: TcpPageSink(
+        "shm": lambda: ShmPageSink(pool, identity_digest, idle_s=idle_s),
+        "tcp": lambda: TcpPageSink(pool, identity_digest, idle_s=idle_s, min_bytes_per_s=rate, tls=tls),
+        "nixl": lambda: OneSidedSink(
             pool,
-            identity_digest,
-            idle_s=config.pull_idle_s,
-            min_bytes_per_s=config.pull_min_rate * 1e6,
-            tls=tls,
+            nixl.NAME,
+            nixl.NixlLibrary(pool, config.kv_transfer.nixl.environment()),
+            idle_s=idle_s,
+            min_bytes_per_s=rate,
         ),
     }
     return {name: makers[name]() for name in config.kv_transfer.transports}

@@ -6,9 +6,11 @@ Life of the sink side: `connect` -> `pull` ranges as watermarks arrive -> done, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
+
+from pdserve.core.errors import TransferError
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,4 +108,18 @@ class PageSink(Protocol):
 
     async def close(self) -> None:
         """Ends all connections; outstanding pulls fail."""
+        ...
+
+
+@runtime_checkable
+class QuarantiningSink(PageSink, Protocol):
+    """A sink whose cancel is not quiescent: a failed pull goes on, and holds its pages, until nothing writes."""
+
+    @property
+    def num_quarantined(self) -> int:
+        """Pages of failed pulls into which something may still write; callable from any thread."""
+        ...
+
+    def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
+        """Sets who is told, on the pull's loop, that the pull of a transfer failed though it cannot return yet."""
         ...

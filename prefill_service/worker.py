@@ -39,7 +39,9 @@ class PrefillWorker:
         pool = built.pool_memory
         assert isinstance(pool, KvPool)
         self._stack.callback(pool.close)
-        sources = planes.make_sources(context.worker, pool, built.identity_digest, context.service.host, context.tls)
+        sources = await in_own_thread(
+            planes.make_sources, context.worker, pool, built.identity_digest, context.service.host, context.tls
+        )
         self._stack.push_async_callback(asyncio.to_thread, planes.close_sources, sources)
         loaded = LoadedWorker(
             identity_digest=built.identity_digest,
@@ -97,6 +99,10 @@ class PrefillWorker:
     def healthy(self) -> bool:
         """See `WorkerService`."""
         return self._engine is None or self._engine.healthy(self._stall_s)
+
+    def ready(self) -> bool:
+        """See `WorkerService`."""
+        return True
 
     async def drain(self) -> None:
         """See `WorkerService`."""

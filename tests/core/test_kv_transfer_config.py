@@ -8,7 +8,7 @@ import pytest
 
 from pdserve.core.config import WorkerConfig
 from pdserve.core.errors import ConfigError
-from pdserve.core.kv_transfer_config import TRANSPORTS, KvTransferConfig
+from pdserve.core.kv_transfer_config import ON_REQUEST, TRANSPORTS, KvTransferConfig
 
 
 def test_text_and_file_say_the_same(tmp_path: Path) -> None:
@@ -24,6 +24,10 @@ def test_text_and_file_say_the_same(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ('{"kv_connector": "x", "transports": ["tcp"]}', "unknown key kv_connector; the keys are transports"),
+        ('{"nixl": {"ucx": "tcp"}}', "nixl: unknown key ucx; the keys are ucx_tls, ucx_net_devices"),
+        ('{"nixl": {"ucx_tls": 1}}', 'nixl is {"ucx_tls": 1}; it must be an object of texts'),
+        ('{"max_quarantined_pages": -1}', "max_quarantined_pages is -1"),
+        ('{"max_quarantined_pages": true}', "max_quarantined_pages is true"),
         ('{"transports": ["tcp", "pigeon"]}', "transports names 'pigeon'"),
         ('{"transports": []}', "at least one"),
         ('{"transports": ["tcp", "tcp"]}', "each once"),
@@ -37,6 +41,15 @@ def test_refusals_name_the_flag_and_the_word(text: str, said: str) -> None:
     with pytest.raises(ConfigError) as e:
         WorkerConfig(kv_transfer_config=text)
     assert said in e.value.message and "--kv-transfer-config" in e.value.message
+
+
+def test_a_one_sided_transport_demands_checksums() -> None:
+    text = '{"transports": ["nixl", "tcp"], "nixl": {"ucx_tls": "tcp"}}'
+    config = WorkerConfig(kv_transfer_config=text).kv_transfer
+    assert config.transports == ("nixl", "tcp") and config.nixl.environment() == {"UCX_TLS": "tcp"}
+    with pytest.raises(ConfigError, match="--kv-integrity none: transport nixl"):
+        WorkerConfig(kv_transfer_config=text, kv_integrity="none")
+    assert not set(TRANSPORTS) & set(ON_REQUEST)
 
 
 def test_a_file_with_something_else_is_refused(tmp_path: Path) -> None:

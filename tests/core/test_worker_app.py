@@ -169,6 +169,29 @@ def test_liveness_follows_the_engine(redis_url):
     asyncio.run(main())
 
 
+def test_a_worker_that_is_not_ready_takes_nothing_new_until_it_is(redis_url):
+    async def main():
+        with ready_process(redis_url, "--cluster", "full") as (_, address):
+            async with health_of(address) as health, router_session(address) as router:
+                await order(router, "full")
+                while not (await router.receive("heartbeat")).draining:
+                    pass
+                assert (await order(router, "late")).failed.reason == "DRAINING"
+                assert await health("") == SERVING
+                await eventually(lambda: _is(health, NOT_SERVING))
+                await router.send(abort=worker_pb2.Abort(fence=fence("full")))
+                while (await router.receive("heartbeat")).draining:
+                    pass
+                assert not (await order(router, "next")).HasField("failed")
+                await eventually(lambda: _is(health, SERVING))
+
+    asyncio.run(main())
+
+
+async def _is(health, status: int) -> bool:
+    return await health(SERVICE_NAME) == status
+
+
 def test_a_dead_engine_ends_the_process(redis_url):
     async def main():
         with ready_process(redis_url, "--cluster", "dead") as (child, address):

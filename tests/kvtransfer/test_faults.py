@@ -82,7 +82,8 @@ def test_abort_of_a_stalled_pull_returns_and_tells_prefill() -> None:
 class SlowToStop:
     """A sink whose writer goes on for a while after it was cancelled, until `release`."""
 
-    capabilities = Capabilities(quiescent_cancel=True, zero_copy=True, device_memory=False)
+    capabilities = Capabilities(quiescent_cancel=False, zero_copy=True, device_memory=False)
+    late: Callable[[str, TransferError], None]
 
     def __init__(self) -> None:
         self.began, self.cancelled, self.release = asyncio.Event(), asyncio.Event(), asyncio.Event()
@@ -106,11 +107,18 @@ class SlowToStop:
             self.writing = False
         return 0
 
+    @property
+    def num_quarantined(self) -> int:
+        return 2 * (self.writing and self.cancelled.is_set())
+
+    def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
+        self.late = callback
+
     async def close(self) -> None:
         self.release.set()
 
 
-@pytest.mark.parametrize("end", ["abort", "closed by prefill", "stream lost", "finished"])
+@pytest.mark.parametrize("end", ["abort", "closed by prefill", "stream lost", "overdue", "finished"])
 def test_no_end_is_told_while_a_writer_still_runs(end: str) -> None:
     async def body() -> None:
         sink = SlowToStop()
@@ -126,14 +134,21 @@ def test_no_end_is_told_while_a_writer_still_runs(end: str) -> None:
                 w.server.close("t", "ENGINE_FAILED")
             elif end == "stream lost":
                 await w.grpc_server.stop(None)
+            elif end == "overdue":
+                sink.late("t", TransferError("too slow", reason="PULL_IDLE"))
             else:
                 w.complete("t", 2, finished=True)
             await sink.cancelled.wait()
+            error = await incoming.failure()  # told at once
+            assert (error is None) == (end == "finished")
+            assert w.client.num_quarantined == 2 and w.client.num_open == 1
             assert sink.writing and not any(task.done() for task in waits)
             sink.release.set()
             done = await asyncio.gather(*waits, return_exceptions=True)
             assert not sink.writing
             assert isinstance(done[0], TransferError) == (end != "finished")
+            if end == "overdue":
+                assert await w.listener.end_of("t") == (TransferState.FAILED, "PULL_IDLE")
 
     run(body())
 

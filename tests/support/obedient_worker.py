@@ -19,7 +19,7 @@ from pdserve.v1 import common_pb2, worker_pb2
 
 
 class ObedientService:
-    """Does what the request id of a Submit says: "sick", "well", "die", "busy" (drain waits), "stuck" (stop hangs)."""
+    """Does what the request id of a Submit says: "sick", "well", "full" (not ready), "die", "busy", "stuck"."""
 
     def __init__(self, loads: str) -> None:
         self._loads = loads
@@ -75,6 +75,9 @@ class ObedientService:
 
     def healthy(self) -> bool:
         return "sick" not in self._orders
+
+    def ready(self) -> bool:
+        return "full" not in self._orders
 
     async def drain(self) -> None:
         if "busy" in self._orders:

@@ -1,0 +1,175 @@
+"""Transfer libraries that copy a peer's memory by themselves, as `onesided` uses them, and their source.
+
+The source registers its pool once and does nothing more: it sees, refuses and stops no read. What readers must
+know of it is a `RemotePool`, which travels as the data address in the welcome of an accepted control stream.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum, auto
+from typing import Protocol
+
+from pdserve.core.errors import ConfigError, TransferError
+from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.transport import SourcePageRef
+
+MAX_ADDRESS_BYTES = 64 << 10
+
+
+@dataclass(frozen=True, slots=True)
+class RemotePool:
+    """What a reader must know of a source.
+
+    Attributes:
+        transport: Which library.
+        instance: Random, per source: another process at the same place has another.
+        peer: What the library needs to find the source.
+        base: Address of page 0 in the source's memory.
+        num_pages: Pages of the source's pool.
+        page_bytes: Bytes of one page.
+    """
+
+    transport: str
+    instance: str
+    peer: str
+    base: int
+    num_pages: int
+    page_bytes: int
+
+    def encode(self) -> str:
+        """As one line of text."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, address: str, transport: str) -> RemotePool:
+        """Reads what a source sent.
+
+        Raises:
+            TransferError: It is not the address of such a source.
+        """
+        try:
+            if len(address) > MAX_ADDRESS_BYTES:
+                raise ValueError(f"{len(address)} bytes")
+            fields = json.loads(address)
+            name, instance, peer = (str(fields.pop(name)) for name in ("transport", "instance", "peer"))
+            base, num_pages, page_bytes = (int(fields.pop(name)) for name in ("base", "num_pages", "page_bytes"))
+            pool = cls(name, instance, peer, base, num_pages, page_bytes)
+            if fields or pool.transport != transport:
+                raise ValueError(f"transport {pool.transport!r}, {len(fields)} more fields")
+            if min(base, num_pages, page_bytes) < 1 or base + pool.num_bytes > 1 << 64:
+                raise ValueError(f"{num_pages} pages of {page_bytes} bytes from {base}")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+            raise TransferError(f"not a data address of {transport}: {e}", reason="BAD_ADDRESS") from e
+        return pool
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the pool."""
+        return self.num_pages * self.page_bytes
+
+
+class LocalMemory:
+    """A pool as one run of addresses; the memory stays mapped as long as this lives.
+
+    Attributes:
+        base: Address of page 0.
+        num_bytes: Bytes of all pages.
+
+    Raises:
+        ConfigError: The pool's pages do not follow each other in memory.
+    """
+
+    def __init__(self, memory: PageMemory) -> None:
+        self._views = memory.page(0), memory.page(memory.num_pages - 1)
+        self.base, last = (ctypes.addressof(ctypes.c_char.from_buffer(view)) for view in self._views)
+        self.num_bytes = memory.num_pages * memory.page_bytes
+        if last != self.base + self.num_bytes - memory.page_bytes:
+            raise ConfigError("KV pool: its pages do not follow each other in memory, as one-sided transports need")
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that follow each other on both sides: addresses there and here, and how many."""
+
+    remote: int
+    local: int
+    num_bytes: int
+
+
+class ReadState(Enum):
+    """Where a read is."""
+
+    PENDING = auto()  # it may write
+    DONE = auto()  # all is there, nothing writes any more
+    FAILED = auto()  # nothing writes any more
+    UNKNOWN = auto()  # it failed, and may write for as long as this process lives
+
+
+class Read(Protocol):
+    """One read that a library was given."""
+
+    def poll(self) -> ReadState:
+        """Where it is; quick. Not called again after anything but PENDING."""
+        ...
+
+
+class Library(Protocol):
+    """A transfer library, opened over this process's pool. Called by one thread at a time."""
+
+    def begin(self, source: RemotePool, runs: Sequence[Run]) -> Read:
+        """Starts a read; finds the source first when it is new.
+
+        Raises:
+            TransferError: Nothing was started.
+        """
+        ...
+
+    def forget(self, source: RemotePool) -> None:
+        """Drops what is known of a source of which no read is outstanding; it may be unknown."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything up; no read is outstanding."""
+        ...
+
+
+class OneSidedSource:
+    """A `PageSource` whose pages are read without its doing.
+
+    Args:
+        pool: What readers must know.
+        close: Gives the library up.
+    """
+
+    def __init__(self, pool: RemotePool, close: Callable[[], None]) -> None:
+        self._address = pool.encode()
+        self._close: Callable[[], None] | None = close
+
+    @property
+    def address(self) -> str:
+        """See `PageSource`: whoever has it can read the pool, so it is told in welcomes only."""
+        return self._address
+
+    def new_reader(self) -> bytes:
+        """See `PageSource`; libraries ask for no token."""
+        return secrets.token_bytes(16)
+
+    def drop_reader(self, token: bytes) -> None:
+        """See `PageSource`; what a reader was told cannot be taken back while this process lives."""
+
+    def publish(self, transfer_id: str, token: bytes, pages: Sequence[SourcePageRef]) -> None:
+        """See `PageSource`; readers hear of pages from the control stream alone."""
+
+    async def withdraw(self, transfer_id: str) -> None:
+        """See `PageSource`. A read in flight gets whatever the pages hold by then, and fails by its checksums."""
+
+    def close(self) -> None:
+        """Ends all reads. Idempotent."""
+        if self._close is not None:
+            self._close()
+            self._close = None

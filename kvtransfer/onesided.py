@@ -1,0 +1,334 @@
+"""OneSidedSink: pulls pages with a library that copies them by itself, and that nobody can stop once it began.
+
+Life of a pull, all of it in the sink's one thread, which alone calls the library:
+
+    WAITING      its source has MAX_PER_PEER pulls already; a cancel ends it at once
+    READING      parts of at most PART_BYTES, WINDOW at a time, each verified when it is there
+    QUARANTINED  it failed (too slow, cancelled, corrupt, lost, closed) and parts are outstanding: no new part is begun
+    over         the library has said of every part that it ended: only now `pull` returns and the pages may be freed
+
+No timer leads out of QUARANTINED. A pull that is too slow is told to `on_overdue` at once, so that its request need not
+wait for the end; its source gets no other pull meanwhile. The source cannot refuse a stale read, so every page is
+verified by its checksum after the copy.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+
+import xxhash
+
+from pdserve.core.errors import TransferError
+from pdserve.kvtransfer.library import Library, LocalMemory, Read, ReadState, RemotePool, Run
+from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
+
+MAX_PER_PEER = 4
+MAX_PEERS = 32
+PART_BYTES = 8 << 20
+WINDOW = 2
+POLL_S, MAX_POLL_S, QUARANTINE_POLL_S = 50e-6, 1e-3, 20e-3
+
+_log = logging.getLogger(__name__)
+_Part = list[tuple[SourcePageRef, int]]
+
+
+class _Pull:
+    """One pull: what its caller and the thread share is `future` and `cancelled`."""
+
+    def __init__(self, source: RemotePool, transfer_id: str, num_pages: int, parts: Iterator[_Part]) -> None:
+        self.source, self.transfer_id, self.num_pages, self.parts = source, transfer_id, num_pages, parts
+        self.loop = asyncio.get_running_loop()
+        self.future: Future[int] = Future()
+        self.cancelled = False
+        self.error: TransferError | None = None
+        self.overdue = False
+        self.deadline_s = self.progress_s = 0.0
+        self.reads: list[tuple[Read, _Part]] = []
+        self.stuck: list[Read] = []  # ended in an unknown way: kept, or the library would give them up
+
+    def fail(self, error: TransferError) -> None:
+        """No new part is begun; the first error counts."""
+        self.error = self.error or error
+
+
+class OneSidedSink:
+    """Decode's end of a one-sided data plane.
+
+    Args:
+        memory: The pool to write into.
+        transport: Name, as in addresses.
+        library: Opened over that pool; closed by `close`.
+        idle_s: A pull of which no part ends for this long, beyond what `min_bytes_per_s` allows, fails; seconds.
+        base_s: Time allowed for any pull, seconds.
+        min_bytes_per_s: Beyond `base_s` a pull must be at least this fast.
+    """
+
+    capabilities = Capabilities(quiescent_cancel=False, zero_copy=True, device_memory=False)
+
+    def __init__(
+        self,
+        memory: PageMemory,
+        transport: str,
+        library: Library,
+        *,
+        idle_s: float = 2.0,
+        base_s: float = 5.0,
+        min_bytes_per_s: float = 50e6,
+    ) -> None:
+        self._memory, self._transport, self._library = memory, transport, library
+        self._local = LocalMemory(memory)
+        self._base_s, self._min_bytes_per_s = base_s, min_bytes_per_s
+        self._pages_per_part = max(1, PART_BYTES // memory.page_bytes)
+        self._idle_s = idle_s + WINDOW * self._pages_per_part * memory.page_bytes / min_bytes_per_s
+        self._inbox: deque[_Pull] = deque()
+        self._wake, self._closing, self._ended = threading.Event(), False, Future[None]()
+        self._on_overdue: Callable[[str, TransferError], None] | None = None
+        # The thread's own:
+        self._waiting: list[_Pull] = []
+        self._active: list[_Pull] = []
+        self._peers: OrderedDict[RemotePool, None] = OrderedDict()
+        self._lost: set[RemotePool] = set()
+        self._num_quarantined = 0
+        self._thread = threading.Thread(target=self._run, name=f"kv-{transport}", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_quarantined(self) -> int:
+        """Pages of pulls that failed, into which something may still write."""
+        return self._num_quarantined
+
+    def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
+        """Sets who is told, on the pull's loop, that a transfer's pull is too slow; it goes on until nothing writes."""
+        self._on_overdue = callback
+
+    async def pull(
+        self,
+        address: str,
+        token: bytes,
+        transfer_id: str,
+        sources: Sequence[SourcePageRef],
+        destinations: Sequence[int],
+    ) -> int:
+        """See `PageSink`. However it ends, the library has ended every read of it."""
+        source = RemotePool.decode(address, self._transport)
+        self._check(source, sources)
+        if not sources:
+            return 0
+        pairs = sorted(zip(sources, destinations, strict=True), key=lambda pair: (pair[0].page_id, pair[1]))
+        parts = (pairs[at : at + self._pages_per_part] for at in range(0, len(pairs), self._pages_per_part))
+        pull = _Pull(source, transfer_id, len(pairs), parts)
+        self._inbox.append(pull)
+        self._wake.set()
+        waiter = asyncio.wrap_future(pull.future)
+        try:
+            return await asyncio.shield(waiter)
+        except asyncio.CancelledError:
+            pull.cancelled = True
+            self._wake.set()
+            await _settled(waiter)
+            raise
+
+    async def close(self) -> None:
+        """See `PageSink`. Waits for quarantined pulls, however long: the pool must not be freed before."""
+        self._closing = True
+        self._wake.set()
+        await asyncio.shield(asyncio.wrap_future(self._ended))
+
+    def _check(self, source: RemotePool, sources: Sequence[SourcePageRef]) -> None:
+        if self._closing or not self._thread.is_alive():
+            raise TransferError("the data plane is closed", reason="SINK_CLOSED")
+        if source.page_bytes != self._memory.page_bytes:
+            there, here = source.page_bytes, self._memory.page_bytes
+            raise TransferError(f"the source's pages have {there} bytes, this pool's {here}", reason="PAGE_BYTES")
+        for page in sources:
+            if not 0 <= page.page_id < source.num_pages:
+                raise TransferError(f"page {page.page_id} of {source.num_pages}", reason="ERR_STALE")
+            if not page.checksum:
+                raise TransferError(
+                    f"page {page.page_id} has no checksum, without which {self._transport} is not safe: start both "
+                    "workers with --kv-integrity host",
+                    reason="NO_CHECKSUM",
+                )
+
+    # ---- in the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        delay_s = POLL_S
+        while self._active or self._waiting or self._inbox or not self._closing:
+            while self._inbox:
+                self._waiting.append(self._inbox.popleft())
+            changed = self._start_waiting() | self._advance()
+            self._num_quarantined = sum(p.num_pages for p in self._active if p.error is not None)
+            if changed:
+                delay_s = POLL_S
+                continue
+            self._wake.wait(self._pause_s(delay_s))
+            self._wake.clear()
+            delay_s = min(delay_s * 1.5, MAX_POLL_S)
+        self._library.close()
+        self._ended.set_result(None)
+
+    def _pause_s(self, delay_s: float) -> float | None:
+        if any(p.error is None for p in self._active):
+            return delay_s
+        return QUARANTINE_POLL_S if self._active or self._waiting else None
+
+    def _start_waiting(self) -> bool:
+        """Begins what may begin, ends what may not; True when something changed."""
+        if not self._waiting:
+            return False
+        reading = Counter(p.source for p in self._active)
+        stalled = {p.source for p in self._active if p.overdue or p.stuck}
+        still = list[_Pull]()
+        for pull in self._waiting:
+            if (refusal := self._refusal(pull, pull.source in stalled)) is not None:
+                pull.future.set_exception(refusal)
+            elif reading[pull.source] >= MAX_PER_PEER or pull.source in self._lost:
+                still.append(pull)
+            else:
+                reading[pull.source] += 1
+                self._begin(pull)
+        changed, self._waiting = len(still) < len(self._waiting), still
+        return changed
+
+    def _refusal(self, pull: _Pull, stalled: bool) -> TransferError | None:
+        """Why a pull must not begin, or go on."""
+        if pull.cancelled:
+            return TransferError("the pull was cancelled", reason="CANCELLED")
+        if self._closing:
+            return TransferError("the data plane was closed", reason="SINK_CLOSED")
+        if stalled:
+            why = "an earlier pull from this source does not end: it gets no other until it did"
+            return TransferError(why, reason="PEER_STALLED")
+        return None
+
+    def _begin(self, pull: _Pull) -> None:
+        self._make_room(pull.source)
+        self._active.append(pull)
+        pull.progress_s = time.monotonic()
+        num_bytes = pull.num_pages * self._memory.page_bytes
+        pull.deadline_s = pull.progress_s + self._base_s + num_bytes / self._min_bytes_per_s
+        self._fill_window(pull)
+
+    def _make_room(self, source: RemotePool) -> None:
+        """Forgets the source that was used longest ago when there are too many."""
+        self._peers[source] = None
+        self._peers.move_to_end(source)
+        if len(self._peers) > MAX_PEERS:
+            busy = {p.source for p in self._active} | {source}
+            if (oldest := next((p for p in self._peers if p not in busy), None)) is not None:
+                del self._peers[oldest]
+                self._library.forget(oldest)
+
+    def _fill_window(self, pull: _Pull) -> None:
+        """Gives the library the next parts."""
+        while pull.error is None and len(pull.reads) < WINDOW and (part := next(pull.parts, None)) is not None:
+            try:
+                read = self._library.begin(pull.source, self._runs(pull.source, part))
+            except TransferError as e:
+                pull.fail(e)
+                self._lost.add(pull.source)
+            else:
+                pull.reads.append((read, part))
+
+    def _runs(self, source: RemotePool, part: _Part) -> list[Run]:
+        """Neighbours on both sides become one run."""
+        size, runs = source.page_bytes, list[Run]()
+        for page, destination in part:
+            remote, local = source.base + page.page_id * size, self._local.base + destination * size
+            last = runs[-1] if runs else None
+            if last and (last.remote + last.num_bytes, last.local + last.num_bytes) == (remote, local):
+                runs[-1] = Run(last.remote, last.local, last.num_bytes + size)
+            else:
+                runs.append(Run(remote, local, size))
+        return runs
+
+    def _advance(self) -> bool:
+        """Looks at every read; True when something changed."""
+        changed = False
+        for pull in list(self._active):
+            for entry in list(pull.reads):
+                if (state := entry[0].poll()) is not ReadState.PENDING:
+                    changed = True
+                    pull.reads.remove(entry)
+                    self._on_read_ended(pull, entry[0], state, entry[1])
+            self._check_limits(pull)
+            self._fill_window(pull)
+            if not pull.reads and not pull.stuck:
+                changed = True
+                self._active.remove(pull)
+                self._resolve(pull)
+        for source in self._lost - {p.source for p in self._active}:
+            self._lost.discard(source)
+            self._peers.pop(source, None)
+            self._library.forget(source)
+            changed = True
+        return changed
+
+    def _on_read_ended(self, pull: _Pull, read: Read, state: ReadState, part: _Part) -> None:
+        pull.progress_s = time.monotonic()
+        if state is ReadState.DONE:
+            if pull.error is None:
+                self._verify(pull, part)
+            return
+        self._lost.add(pull.source)
+        pull.fail(TransferError(f"lost the source while {self._transport} read from it", reason="PEER_GONE"))
+        if state is ReadState.UNKNOWN:
+            pull.stuck.append(read)
+            _log.error(
+                "%s does not say whether a failed read has ended: %d pages stay unused while this process lives",
+                self._transport,
+                pull.num_pages,
+            )
+
+    def _verify(self, pull: _Pull, part: _Part) -> None:
+        for page, destination in part:
+            if xxhash.xxh3_64_intdigest(self._memory.page(destination)) != page.checksum:
+                pull.fail(TransferError(f"page {page.page_id} arrived stale or corrupt", reason="CORRUPT_PAGE"))
+                return
+
+    def _check_limits(self, pull: _Pull) -> None:
+        """Ends what nobody wants any more, and what takes too long."""
+        if pull.error is None and (refusal := self._refusal(pull, False)) is not None:
+            pull.fail(refusal)
+        if not pull.reads or pull.overdue:
+            return
+        now = time.monotonic()
+        if now > pull.progress_s + self._idle_s:
+            self._on_late(pull, TransferError("the source is silent", reason="PULL_IDLE"))
+        elif now > pull.deadline_s:
+            self._on_late(pull, TransferError("the pull is slower than its limit", reason="PULL_TOO_SLOW"))
+
+    def _on_late(self, pull: _Pull, error: TransferError) -> None:
+        """It is late, also when it had failed before, and cannot end yet."""
+        pull.overdue = True
+        _log.warning("%d pages wait for %s to end a read: %s", pull.num_pages, self._transport, error.message)
+        if pull.error is None and self._on_overdue is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+                pull.loop.call_soon_threadsafe(self._on_overdue, pull.transfer_id, error)
+        pull.fail(error)
+
+    def _resolve(self, pull: _Pull) -> None:
+        if pull.error is not None:
+            pull.future.set_exception(pull.error)
+        else:
+            pull.future.set_result(pull.num_pages * self._memory.page_bytes)
+
+
+async def _settled(waiter: asyncio.Future[int]) -> None:
+    """Waits until a pull is over, however often the caller is cancelled meanwhile."""
+    while not waiter.done():
+        try:
+            await asyncio.wait([waiter])
+        except asyncio.CancelledError:
+            continue
+    if not waiter.cancelled():
+        waiter.exception()  # the cancellation is what is told

@@ -1,0 +1,409 @@
+"""OneSidedSink with a library that does what the test says: who waits for whom, and what is not given up too early."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import threading
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+
+import pytest
+import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdserve.core.errors import TransferError
+from pdserve.kvtransfer import onesided
+from pdserve.kvtransfer.library import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
+from pdserve.kvtransfer.onesided import MAX_PER_PEER, WINDOW, OneSidedSink
+from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.transport import SourcePageRef
+
+from .world import SMALL, eventually, fill, run
+
+NUM_PAGES = 64
+
+
+@dataclass(eq=False)
+class ScriptedRead:
+    """A read that ends when the test says so."""
+
+    source: RemotePool
+    runs: Sequence[Run]
+    state: ReadState = ReadState.PENDING
+    after: ReadState = ReadState.PENDING
+
+    def end(self, state: ReadState = ReadState.DONE, *, copy: bool = True) -> None:
+        if copy:
+            for r in self.runs:
+                ctypes.memmove(r.local, r.remote, r.num_bytes)
+        self.state = state
+
+    def poll(self) -> ReadState:
+        return self.state
+
+
+@dataclass
+class ScriptedLibrary:
+    """Keeps what it was asked; `at_once` ends each read where it begins."""
+
+    at_once: bool = False
+    refuse: str = ""
+    reads: list[ScriptedRead] = field(default_factory=list)
+    forgotten: list[RemotePool] = field(default_factory=list)
+    closed: bool = False
+
+    def begin(self, source: RemotePool, runs: Sequence[Run]) -> ScriptedRead:
+        if self.refuse:
+            raise TransferError("scripted", reason=self.refuse)
+        assert not self.closed
+        read = ScriptedRead(source, runs)
+        if self.at_once:
+            read.end()
+        self.reads.append(read)
+        return read
+
+    def forget(self, source: RemotePool) -> None:
+        assert not any(r.source == source and r.state is ReadState.PENDING for r in self.reads)
+        self.forgotten.append(source)
+
+    def close(self) -> None:
+        assert not any(r.state is ReadState.PENDING for r in self.reads)
+        self.closed = True
+
+    @property
+    def pending(self) -> list[ScriptedRead]:
+        return [r for r in self.reads if r.state is ReadState.PENDING]
+
+
+@dataclass
+class Pair:
+    """A sink, its library, and the pool of a source."""
+
+    sink: OneSidedSink
+    library: ScriptedLibrary
+    there: KvPool
+    here: KvPool
+    remote: RemotePool
+    overdue: list[tuple[str, str]] = field(default_factory=list)
+
+    def refs(self, page_ids: Sequence[int]) -> list[SourcePageRef]:
+        return [SourcePageRef(i, 1, xxhash.xxh3_64_intdigest(self.there.page(i))) for i in page_ids]
+
+    def start(
+        self, page_ids: Sequence[int], destinations: Sequence[int], *, instance: str = "a", transfer_id: str = "t"
+    ) -> asyncio.Task[int]:
+        address = replace(self.remote, instance=instance).encode()
+        return asyncio.create_task(self.sink.pull(address, bytes(16), transfer_id, self.refs(page_ids), destinations))
+
+
+@asynccontextmanager
+async def pair(idle_s: float = 30.0, pages_per_part: int = 4, at_once: bool = False) -> AsyncIterator[Pair]:
+    there, here = KvPool(SMALL, NUM_PAGES), KvPool(SMALL, NUM_PAGES)
+    fill(there)
+    memory = LocalMemory(there)
+    library = ScriptedLibrary(at_once=at_once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onesided, "PART_BYTES", pages_per_part * SMALL.page_bytes)
+        sink = OneSidedSink(here, "scripted", library, idle_s=idle_s, base_s=60.0)
+    p = Pair(sink, library, there, here, RemotePool("scripted", "a", "", memory.base, NUM_PAGES, SMALL.page_bytes))
+    sink.on_overdue(lambda transfer_id, error: p.overdue.append((transfer_id, error.reason)))
+    try:
+        yield p
+    finally:
+        for read in library.pending:
+            read.end(copy=False)
+        await asyncio.wait_for(sink.close(), 10)
+        assert library.closed and sink.num_quarantined == 0
+
+
+async def reason_of(pull: asyncio.Task[int]) -> str:
+    with pytest.raises(TransferError) as e:
+        await asyncio.wait_for(asyncio.shield(pull), 10)
+    return e.value.reason
+
+
+async def begun(p: Pair, count: int) -> None:
+    await eventually(lambda: len(p.library.reads) >= count)
+
+
+@given(st.permutations(range(NUM_PAGES)), st.permutations(range(NUM_PAGES)), st.integers(0, NUM_PAGES))
+@settings(max_examples=20, deadline=None)
+def test_pages_of_any_order_arrive_where_they_belong(there: list[int], here: list[int], count: int) -> None:
+    async def body() -> None:
+        async with pair(at_once=True) as p:
+            assert await p.start(there[:count], here[:count]) == count * SMALL.page_bytes
+            for source, destination in zip(there[:count], here[:count], strict=True):
+                assert p.here.page(destination) == p.there.page(source)
+            assert not any(any(p.here.page(i)) for i in here[count:])
+
+    run(body())
+
+
+def test_neighbours_on_both_sides_are_one_run_and_parts_come_a_window_at_a_time() -> None:
+    async def body() -> None:
+        async with pair(pages_per_part=4) as p:
+            pull = p.start([9, 8, 7, 6, *range(20, 30)], [19, 18, 17, 16, *range(30, 40)])
+            await begun(p, WINDOW)
+            assert len(p.library.reads) == WINDOW
+            assert [len(r.runs) for r in p.library.reads] == [1, 1]
+            for _ in range(4):
+                p.library.pending[0].end()
+                await eventually(lambda: len(p.library.pending) == WINDOW or pull.done() or len(p.library.reads) == 4)
+            await eventually(lambda: pull.done() or bool([r.end() for r in p.library.pending]))
+            assert await pull == 14 * SMALL.page_bytes
+
+    run(body())
+
+
+def test_what_cannot_be_safe_is_refused_before_anything_is_read() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            page = p.refs([1])
+            whole = p.remote.encode()
+            cases = {
+                "NO_CHECKSUM": (whole, [SourcePageRef(1, 1, 0)]),
+                "ERR_STALE": (whole, [SourcePageRef(NUM_PAGES, 1, 5)]),
+                "PAGE_BYTES": (replace(p.remote, page_bytes=SMALL.page_bytes * 2).encode(), page),
+                "BAD_ADDRESS": ("127.0.0.1:80", page),
+            }
+            for reason, (address, ask) in cases.items():
+                assert await reason_of(asyncio.create_task(p.sink.pull(address, b"", "t", ask, [0]))) == reason
+            assert p.library.reads == []
+            p.library.refuse = "PEER_GONE"
+            assert await reason_of(p.start([1], [1])) == "PEER_GONE"
+            p.library.refuse = ""
+            pull = p.start([1], [1])
+            await begun(p, 1)
+            assert p.library.forgotten == [p.remote]  # what failed is found anew
+            p.library.reads[0].end()
+            await pull
+
+    run(body())
+
+
+def test_a_stale_or_corrupt_page_fails_its_pull_once_nothing_writes() -> None:
+    async def body() -> None:
+        async with pair(pages_per_part=1) as p:
+            pull = p.start([0, 1, 2], [0, 1, 2])
+            await begun(p, 2)
+            first, second = p.library.reads
+            p.there.page(0)[3] ^= 1  # after it was hashed
+            first.end()
+            await eventually(lambda: p.sink.num_quarantined == 3)
+            assert not pull.done()
+            second.end()
+            assert await reason_of(pull) == "CORRUPT_PAGE"
+            assert len(p.library.reads) == 2  # no new part
+
+    run(body())
+
+
+def test_a_cancelled_pull_returns_only_when_its_reads_have_ended() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pull = p.start(range(8), range(8))
+            await begun(p, 2)
+            for _ in range(3):  # however often
+                pull.cancel()
+                done, _ = await asyncio.wait([pull], timeout=0.05)
+                assert not done
+            await eventually(lambda: p.sink.num_quarantined == 8)
+            p.library.reads[0].end()
+            done, _ = await asyncio.wait([pull], timeout=0.05)
+            assert not done
+            p.library.reads[1].end(ReadState.FAILED, copy=False)
+            with pytest.raises(asyncio.CancelledError):
+                await pull
+            await eventually(lambda: p.sink.num_quarantined == 0)
+            assert p.overdue == []
+
+    run(body())
+
+
+def test_a_late_pull_is_told_at_once_and_ends_with_its_reads() -> None:
+    async def body() -> None:
+        async with pair(idle_s=0.05) as p:
+            pull = p.start([1, 2], [1, 2], transfer_id="late")
+            await eventually(lambda: p.overdue == [("late", "PULL_IDLE")])
+            await eventually(lambda: p.sink.num_quarantined == 2)
+            assert not pull.done()
+            assert await reason_of(p.start([3], [3])) == "PEER_STALLED"
+            other = p.start([4], [4], instance="b")
+            await begun(p, 2)
+            p.library.reads[1].end()
+            await other
+            p.library.reads[0].end()
+            assert await reason_of(pull) == "PULL_IDLE"
+            again = p.start([3], [3])
+            await begun(p, 3)
+            p.library.reads[2].end()
+            await again
+
+    run(body())
+
+
+def test_a_lost_source_is_found_anew_after_all_its_reads_have_ended() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pulls = [p.start([i], [i]) for i in range(2)]
+            await begun(p, 2)
+            p.library.reads[0].end(ReadState.FAILED, copy=False)
+            assert await reason_of(pulls[0]) == "PEER_GONE"
+            third = p.start([5], [5])
+            done, _ = await asyncio.wait([third], timeout=0.05)
+            assert not done and len(p.library.reads) == 2 and p.library.forgotten == []
+            p.library.reads[1].end(ReadState.FAILED, copy=False)
+            assert await reason_of(pulls[1]) == "PEER_GONE"
+            await begun(p, 3)
+            assert p.library.forgotten == [p.remote]
+            p.library.reads[2].end()
+            await third
+
+    run(body())
+
+
+def test_pages_of_a_read_with_an_unknown_end_stay_in_quarantine() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pull = p.start([1, 2, 3], [1, 2, 3])
+            await begun(p, 1)
+            p.library.reads[0].end(ReadState.UNKNOWN, copy=False)
+            await eventually(lambda: p.sink.num_quarantined == 3)
+            pull.cancel()
+            done, _ = await asyncio.wait([pull], timeout=0.1)
+            assert not done
+            assert await reason_of(p.start([4], [4])) == "PEER_STALLED"
+            p.sink._active[0].stuck.clear()  # only the end of the process does this
+            with pytest.raises(asyncio.CancelledError):
+                await pull
+
+    run(body())
+
+
+def test_few_pulls_of_a_source_run_at_once_and_a_waiting_one_ends_at_once() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pulls = [p.start([i], [i]) for i in range(MAX_PER_PEER + 2)]
+            other = p.start([9], [9], instance="b")
+            await begun(p, MAX_PER_PEER + 1)
+            pulls[-1].cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.wait_for(pulls[-1], 10)
+            assert len(p.library.reads) == MAX_PER_PEER + 1
+            for read in p.library.pending:
+                read.end()
+            await begun(p, MAX_PER_PEER + 2)
+            p.library.reads[-1].end()
+            await asyncio.gather(other, *pulls[:-1])
+
+    run(body())
+
+
+def test_close_waits_for_every_read() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            pulls = [p.start([i], [i]) for i in range(MAX_PER_PEER + 1)]
+            await begun(p, MAX_PER_PEER)
+            closing = asyncio.create_task(p.sink.close())
+            assert await reason_of(pulls[-1]) == "SINK_CLOSED"
+            done, _ = await asyncio.wait([closing], timeout=0.05)
+            assert not done and not p.library.closed
+            assert await reason_of(p.start([20], [20])) == "SINK_CLOSED"
+            for read in p.library.pending:
+                read.end()
+            for pull in pulls[:-1]:
+                assert await reason_of(pull) == "SINK_CLOSED"
+            await asyncio.wait_for(closing, 10)
+            assert p.library.closed
+
+    run(body())
+
+
+def test_sources_that_are_not_used_any_more_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(onesided, "MAX_PEERS", 3)
+
+    async def body() -> None:
+        async with pair(at_once=True) as p:
+            for instance in ("a", "b", "c", "a", "d"):
+                await p.start([1], [1], instance=instance)
+            assert [pool.instance for pool in p.library.forgotten] == ["b"]
+
+    run(body())
+
+
+ENDS = st.sampled_from([ReadState.DONE, ReadState.DONE, ReadState.DONE, ReadState.FAILED])
+PULLS = st.lists(st.tuples(st.integers(1, 6), st.one_of(st.none(), st.integers(0, 6))), min_size=1, max_size=8)
+
+
+@given(PULLS, st.lists(st.tuples(st.integers(0, 99), ENDS), min_size=60, max_size=60))
+@settings(max_examples=25, deadline=None)
+def test_no_pull_ends_before_its_reads(pulls: list[tuple[int, int | None]], ends: list[tuple[int, ReadState]]) -> None:
+    """Pulls of 1-6 parts, cancelled after so many reads of any, whose reads end in any order and way."""
+
+    async def body() -> None:
+        async with pair(pages_per_part=1) as p:
+            tasks = {}
+            for i, (count, _) in enumerate(pulls):
+                pages = range(i * 6, i * 6 + count)
+                tasks[p.start(pages, pages, instance="ab"[i % 2])] = {
+                    p.sink._local.base + d * SMALL.page_bytes for d in pages
+                }
+
+            def check() -> bool:
+                writing = {run.local for read in p.library.pending for run in read.runs}
+                for task, destinations in tasks.items():
+                    assert not (task.done() and destinations & writing)
+                return all(task.done() for task in tasks)
+
+            for number, (which, state) in enumerate(ends):
+                for task, (_, cancel_after) in zip(tasks, pulls, strict=True):
+                    if cancel_after == number:
+                        task.cancel()
+                await eventually(lambda: check() or bool(p.library.pending))
+                if pending := p.library.pending:
+                    pending[which % len(pending)].end(state, copy=state is ReadState.DONE)
+            async with asyncio.timeout(10):
+                while not check():
+                    for read in p.library.pending:
+                        read.end()
+                    await asyncio.sleep(0.001)
+            for task in tasks:
+                assert task.cancelled() or task.exception() is None or isinstance(task.exception(), TransferError)
+
+    run(body())
+
+
+@given(st.one_of(st.text(), st.recursive(st.none() | st.integers() | st.text(), st.lists).map(json.dumps)))
+@settings(max_examples=50, deadline=None)
+def test_an_address_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(TransferError) as e:
+        RemotePool.decode(text, "nixl")
+    assert e.value.reason == "BAD_ADDRESS"
+
+
+def test_an_address_survives_the_wire_and_a_wrong_one_does_not() -> None:
+    pool = RemotePool("nixl", "i", "metadata", 1 << 47, 12, 4096)
+    assert RemotePool.decode(pool.encode(), "nixl") == pool
+    fields = json.loads(pool.encode())
+    wrong = [{"base": -1}, {"base": 1 << 64}, {"num_pages": 0}, {"page_bytes": "x"}, {"transport": "tcp"}, {"more": 1}]
+    for change in wrong:
+        with pytest.raises(TransferError) as e:
+            RemotePool.decode(json.dumps(fields | change), "nixl")
+        assert e.value.reason == "BAD_ADDRESS"
+    with pytest.raises(TransferError):
+        RemotePool.decode(json.dumps({k: v for k, v in fields.items() if k != "peer"}), "nixl")
+    with pytest.raises(TransferError):
+        RemotePool.decode(" " * 100_000 + pool.encode(), "nixl")
+
+
+def test_a_one_sided_source_gives_each_reader_a_token_and_closes_once() -> None:
+    closes = list[int]()
+    source = OneSidedSource(RemotePool("nixl", "i", "m", 1, 1, 1), lambda: closes.append(threading.get_ident()))
+    assert len({source.new_reader() for _ in range(8)}) == 8
+    source.close()
+    source.close()
+    assert len(closes) == 1

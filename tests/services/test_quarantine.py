@@ -1,0 +1,73 @@
+"""A decode worker with pages in quarantine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import pytest
+
+from pdserve.core.config import WorkerConfig
+from pdserve.core.errors import TransferError
+from pdserve.kvtransfer import planes
+from pdserve.kvtransfer.transport import Capabilities, PageSink, SourcePageRef
+from tests.services.test_pair import prompt_of, run
+from tests.services.world import Pair, until
+
+
+class HeldSink:
+    """A sink whose every pull is late and goes on until `release`."""
+
+    capabilities = Capabilities(quiescent_cancel=False, zero_copy=True, device_memory=False)
+    late: Callable[[str, TransferError], None]
+
+    def __init__(self) -> None:
+        self.release, self.num_quarantined = asyncio.Event(), 0
+
+    async def pull(
+        self,
+        address: str,
+        token: bytes,
+        transfer_id: str,
+        sources: Sequence[SourcePageRef],
+        destinations: Sequence[int],
+    ) -> int:
+        error = TransferError("the source is silent", reason="PULL_IDLE")
+        self.num_quarantined = len(destinations)
+        self.late(transfer_id, error)
+        while not self.release.is_set():
+            with suppress(asyncio.CancelledError):
+                await self.release.wait()
+        self.num_quarantined = 0
+        raise error
+
+    def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
+        self.late = callback
+
+    async def close(self) -> None:
+        self.release.set()
+
+
+def test_a_late_pull_fails_its_request_at_once_and_holds_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    sinks = list[HeldSink]()
+
+    def make_sinks(*_: object) -> dict[str, PageSink]:
+        sinks.append(HeldSink())
+        return {"tcp": sinks[0]}
+
+    monkeypatch.setattr(planes, "make_sinks", make_sinks)
+
+    async def scenario(both: Pair) -> None:
+        await both.submit("r", prompt_of(100))
+        await until(lambda: both.to_decode.of("r").failed is not None, "the failure")
+        failed = both.to_decode.of("r").failed
+        assert failed is not None and failed.reason == "PULL_IDLE"
+        assert both.decode.metric("pdserve_kv_quarantined_pages") > 0
+        assert not both.decode.worker.ready() and both.prefill.worker.ready()
+        assert both.decode.handler.load().num_free_pages < 512
+        sinks[0].release.set()
+        await both.decode.all_free()
+        assert both.decode.worker.ready()
+
+    run(scenario, worker=WorkerConfig(kv_transfer_config='{"max_quarantined_pages": 0}'))
