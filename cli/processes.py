@@ -129,10 +129,17 @@ class Child:
 
     def log_tail(self) -> str:
         """The last lines of its log, indented; nothing of the processes before it."""
+        return "\n".join("    " + line for line in self._log_lines()[-LOG_TAIL_LINES:])
+
+    def warnings(self) -> list[str]:
+        """What it warned of so far, without time and place."""
+        records = [line.split(" ", 3) for line in self._log_lines()]
+        return [record[3] for record in records if len(record) == 4 and record[1] == "WARNING"]
+
+    def _log_lines(self) -> list[str]:
         with self.log_path.open("rb") as log:
             log.seek(self._log_begin)
-            lines = log.read().decode(errors="replace").splitlines()[-LOG_TAIL_LINES:]
-        return "\n".join("    " + line for line in lines)
+            return log.read().decode(errors="replace").splitlines()
 
     def _watch(self) -> None:
         assert self._process.stdout is not None
@@ -146,6 +153,15 @@ class Child:
         self._ended.set()
         if self._on_exit is not None:
             self._on_exit(self)
+
+
+def warnings_of(children: Sequence[Child]) -> list[str]:
+    """What these of our services warned of so far, each text once, after the names of all that said it."""
+    names: dict[str, list[str]] = {}
+    for child in children:
+        for text in dict.fromkeys(child.warnings()):
+            names.setdefault(text, []).append(child.name)
+    return [f"{', '.join(who)}: {text}" for text, who in names.items()]
 
 
 def stop_all(groups: Sequence[Sequence[Child]], grace_s: float) -> None:

@@ -22,7 +22,7 @@ from typing import IO
 from rich.console import Console
 from rich.markup import escape
 
-from pdserve.cli.processes import Child, service_command, stop_all, store_command, usable_cores
+from pdserve.cli.processes import Child, service_command, stop_all, store_command, usable_cores, warnings_of
 from pdserve.cli.progress import RichProgress
 from pdserve.cli.sample import run_sample
 from pdserve.client import PdserveError
@@ -178,6 +178,8 @@ class Launcher:
             with progress.task("waiting until the router's health says SERVING"), self._interrupted_by_signals():
                 _wait_serving(self._router_address(), SERVING_TIMEOUT_S)
         self._console.print(f"[bold green]SERVING[/] after {time.monotonic() - began:.1f} s")
+        for text in warnings_of([*self._workers, self._router]):
+            self._console.print(f"[yellow]warning[/] {escape(text)}", soft_wrap=True)
 
     def _claim_data_dir(self) -> Path:
         from pdserve.engine.model_store import cache_dir

@@ -54,5 +54,5 @@ site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("pureli
 from pdserve.kernels.cpu import library
 
 if reason := library.why_not():
-    print(f"Note: no compiled CPU kernels, torch serves several times more slowly: {reason}")
+    print(f"Note: no compiled CPU kernels, torch serves several times more slowly: {reason} (make -B run)")
 CHECK

@@ -15,7 +15,7 @@ import pytest
 
 from pdserve.cli import __main__ as cli
 from pdserve.cli import status, up
-from pdserve.cli.processes import Child, usable_cores
+from pdserve.cli.processes import Child, usable_cores, warnings_of
 from pdserve.core.config import load
 from pdserve.core.errors import ConfigError, EngineError
 from pdserve.core.tls import TlsConfig
@@ -244,3 +244,18 @@ def test_a_reader_that_left_is_no_failure_of_ours(words: list[str]) -> None:
             command, stdout=pipe, stderr=subprocess.PIPE, text=True, timeout=60, check=False, env=environ
         )
     assert (done.returncode, done.stderr) == (cli.BROKEN_PIPE, "")
+
+
+def test_what_children_warned_of_is_told_once(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom pdserve.core.log import logging, setup_logging\nsetup_logging('info')\n"
+        "logging.getLogger('pdserve.x').info('fine')\nlogging.getLogger('pdserve.x').warning('no %s kernels', 'CPU')\n"
+        "sys.stderr.write('a line of nobody\\n')"
+    )
+    old = "2026-11-30T08:00:00 WARNING pdserve.x of the process before\n"
+    children = []
+    for name in ("prefill-0", "decode-0"):
+        (tmp_path / name).write_text(old)
+        children.append(Child(name, [sys.executable, "-c", code], tmp_path / name))
+    assert all(child.wait(60) for child in children)
+    assert warnings_of(children) == ["prefill-0, decode-0: no CPU kernels"]
