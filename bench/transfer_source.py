@@ -124,8 +124,9 @@ def serve_plane(connection: Connection, plane: str, files: TlsConfig, page_bytes
             source.publish(ask.transfer_id, token, refs)
             connection.send(Published(refs, hash_s, time.process_time()))
         else:
+            cpu_s = time.process_time()  # ending a transfer is not moving pages
             asyncio.run(source.withdraw(ask.transfer_id))
-            connection.send(time.process_time())
+            connection.send(cpu_s)
 
 
 def serve_bare(connection: Connection, num_bytes: int) -> None:
