@@ -1,4 +1,4 @@
-"""Blocking socket reads and writes of whole buffers, and what else the data planes ask of their sockets."""
+"""Blocking socket reads and writes of many buffers at once, and what else the data planes ask of their sockets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import struct
 from collections.abc import Sequence
 
 SOCKET_BUFFER_BYTES = 4 << 20
+MAX_BUFFERS = 1024
+"""Of one read or write: the system takes no more."""
+BATCH_BYTES = 4 << 20
+"""Pages that are sent, received and verified at a time: fewer calls, and what came is still in a cache."""
 
 
 class Closed(Exception):
@@ -28,39 +32,77 @@ def tune(sock: socket.socket) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
 
 
-def recv_exactly(sock: socket.socket, into: memoryview) -> None:
-    """Fills a buffer straight from the socket.
+def wait_at_most(sock: socket.socket, seconds: float | None) -> None:
+    """Limits how long one read or write waits; None: for ever.
+
+    By the kernel, and the socket blocks: with a timeout of Python's a read would return whatever part has come, and ask
+    before each whether there is one.
+    """
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(seconds)
+        return
+    sock.settimeout(None)
+    whole = int(seconds or 0)
+    limit = struct.pack("@ll", whole, max(1, int(((seconds or 0) - whole) * 1e6)) if seconds else 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def receive_some(sock: socket.socket, into: list[memoryview]) -> int:
+    """Fills buffers in order, and takes the full ones out of the list.
+
+    Returns:
+        Bytes that came: all that fit, or fewer when the socket's limit passed or a signal came.
 
     Raises:
-        Closed: The peer closed first.
-        OSError: The socket failed or its timeout passed without a byte (TimeoutError).
+        Closed: The peer has closed.
+        OSError: The socket failed or its limit passed without a byte (TimeoutError).
     """
-    at = 0
-    while at < len(into):
-        n = sock.recv_into(into[at:])
-        if n == 0:
-            raise Closed
-        at += n
+    try:
+        if isinstance(sock, ssl.SSLSocket):  # has no recvmsg_into
+            num = sock.recv_into(into[0])
+        else:
+            num = sock.recvmsg_into(into[:MAX_BUFFERS], 0, socket.MSG_WAITALL)[0]
+    except BlockingIOError as e:
+        raise TimeoutError("nothing came in time") from e
+    if num == 0:
+        raise Closed
+    _take_off(into, num)
+    return num
+
+
+def recv_exactly(sock: socket.socket, into: memoryview) -> None:
+    """Fills a buffer straight from the socket; errors as in `receive_some`."""
+    left = [into]
+    while left:
+        receive_some(sock, left)
 
 
 def send_all(sock: socket.socket, buffers: Sequence[bytes | memoryview]) -> None:
     """Sends buffers in order without joining them.
 
     Raises:
-        OSError: The socket failed or its timeout passed without progress (TimeoutError).
+        OSError: The socket failed or its limit passed without progress (TimeoutError).
     """
     left = [memoryview(b) for b in buffers]
-    if isinstance(sock, ssl.SSLSocket):  # has no sendmsg; sends a record (16 KiB) at a time in any case
-        for view in left:
-            while view:
-                view = view[sock.send(view) :]
-        return
     while left:
-        sent = sock.sendmsg(left)
-        while left and sent >= len(left[0]):
-            sent -= len(left.pop(0))
-        if left:
-            left[0] = left[0][sent:]
+        try:
+            # TLS has no sendmsg; it sends a record (16 KiB) at a time in any case.
+            num = sock.send(left[0]) if isinstance(sock, ssl.SSLSocket) else sock.sendmsg(left[:MAX_BUFFERS])
+        except BlockingIOError as e:
+            raise TimeoutError("nothing could be sent in time") from e
+        _take_off(left, num)
+
+
+def _take_off(buffers: list[memoryview], num_bytes: int) -> None:
+    """Takes as many bytes off the front."""
+    full = 0
+    while full < len(buffers) and num_bytes >= len(buffers[full]):
+        num_bytes -= len(buffers[full])
+        full += 1
+    del buffers[:full]
+    if num_bytes:
+        buffers[0] = buffers[0][num_bytes:]
 
 
 def shut_down(sock: socket.socket) -> None:
@@ -101,3 +143,8 @@ def receive_descriptors(sock: socket.socket, num_bytes: int, max_num: int) -> tu
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds += [fd for (fd,) in struct.iter_unpack("i", data[: len(data) - len(data) % struct.calcsize("i")])]
     return raw, fds
+
+
+def batch_pages(page_bytes: int) -> int:
+    """Pages of a batch; each has a header of its own."""
+    return max(1, min(BATCH_BYTES // page_bytes, MAX_BUFFERS // 2))

@@ -24,7 +24,7 @@ from pdserve.core.errors import TransferError
 from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.pool import PageMemory
-from pdserve.kvtransfer.sockets import Closed, send_all, shut_down, tune
+from pdserve.kvtransfer.sockets import Closed, batch_pages, receive_some, send_all, shut_down, tune, wait_at_most
 from pdserve.kvtransfer.tasks import settled
 from pdserve.kvtransfer.tcp_source import TcpPageSource
 from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
@@ -79,19 +79,20 @@ class _Job:
             if self._sock is not None:
                 shut_down(self._sock)
 
-    def receive(self, sock: socket.socket, into: memoryview) -> None:
-        """Fills a buffer within the idle and the total limit."""
-        at = 0
-        while at < len(into):
-            left = self._deadline_s - time.monotonic()
-            if left <= 0 or self._cancelled:
-                raise TransferError("the pull is slower than its limit", reason="PULL_TOO_SLOW")
-            sock.settimeout(min(left, self._idle_s))
-            n = sock.recv_into(into[at:])
-            if n == 0:
-                raise Closed
-            at += n
-            self.num_bytes += n
+    def receive(self, sock: socket.socket, into: list[memoryview]) -> None:
+        """Fills buffers, as many as come at once within the idle and the total limit; takes the full ones out."""
+        left_s = self._deadline_s - time.monotonic()
+        if left_s <= 0 or self._cancelled:
+            raise TransferError("the pull is slower than its limit", reason="PULL_TOO_SLOW")
+        if left_s < self._idle_s or isinstance(sock, ssl.SSLSocket):
+            wait_at_most(sock, min(left_s, self._idle_s))
+        self.num_bytes += receive_some(sock, into)
+
+    def receive_all(self, sock: socket.socket, into: memoryview) -> None:
+        """Fills one buffer; see `receive`."""
+        left = [into]
+        while left:
+            self.receive(sock, left)
 
 
 class TcpPageSink:
@@ -227,9 +228,9 @@ class TcpPageSink:
         while (sock := self._take(address, token)) is not None:
             try:
                 job.hold(sock)
-                sock.settimeout(self._idle_s)
+                wait_at_most(sock, self._idle_s)
                 send_all(sock, [ask])
-                job.receive(sock, header)
+                job.receive_all(sock, header)
             except (Closed, ConnectionError, ssl.SSLEOFError):
                 job.drop(sock)
             except BaseException:
@@ -241,7 +242,7 @@ class TcpPageSink:
         try:
             send_all(sock, [wire.encode_hello(token, self._digest), ask])
             job.num_bytes += wire.HEADER_BYTES
-            job.receive(sock, header)
+            job.receive_all(sock, header)
         except BaseException:
             job.drop(sock)
             raise
@@ -264,6 +265,7 @@ class TcpPageSink:
             job.hold(sock)  # a cancel while it was not connected could not shut it down
             if isinstance(sock, ssl.SSLSocket):
                 _shake_hands(sock, address)
+            wait_at_most(sock, self._idle_s)
         except BaseException:
             job.drop(sock)
             raise
@@ -277,18 +279,29 @@ class TcpPageSink:
         sources: Sequence[SourcePageRef],
         destinations: Sequence[int],
     ) -> None:
+        """Batch by batch: pages and the headers after them come together; each page is verified when its batch is here.
+
+        Pages of a wrong header may be written, for their destinations are this pull's and count for nothing until it
+        has succeeded.
+        """
         page_bytes = self._memory.page_bytes
-        for source, destination in zip(sources, destinations, strict=True):
-            frame = _frame_or_error(header)
-            expected = wire.PageHeader(source.page_id, source.generation, source.checksum, page_bytes)
-            if frame != expected:
-                raise TransferError(f"the source sent {frame} instead of {expected}", reason="BAD_FRAME")
-            page = self._memory.page(destination)
-            job.receive(sock, page)
-            if source.checksum and xxhash.xxh3_64_intdigest(page) != source.checksum:
-                raise TransferError(f"page {source.page_id} arrived corrupt", reason="CORRUPT_PAGE")
-            job.receive(sock, header)
-        if _frame_or_error(header) != wire.EndFrame(len(sources)):
+        batch = batch_pages(page_bytes)
+        _expect(header, sources[0], page_bytes)
+        for at in range(0, len(sources), batch):
+            part, after = sources[at : at + batch], sources[at + 1 : at + batch + 1]
+            pages = [self._memory.page(destination) for destination in destinations[at : at + batch]]
+            headers = memoryview(bytearray(wire.HEADER_BYTES * len(part)))
+            into = [buffer for i, page in enumerate(pages) for buffer in (page, _header(headers, i))]
+            num_checked = 0
+            while into:
+                job.receive(sock, into)
+                for i in range(num_checked, min(len(part) - (len(into) + 1) // 2, len(after))):
+                    _expect(_header(headers, i), after[i], page_bytes)
+                    num_checked = i + 1
+            for source, page in zip(part, pages, strict=True):
+                if source.checksum and xxhash.xxh3_64_intdigest(page) != source.checksum:
+                    raise TransferError(f"page {source.page_id} arrived corrupt", reason="CORRUPT_PAGE")
+        if _frame_or_error(_header(headers, len(part) - 1)) != wire.EndFrame(len(sources)):
             raise TransferError("the source did not end its answer", reason="BAD_FRAME")
 
     def _take(self, address: str, token: bytes) -> socket.socket | None:
@@ -333,6 +346,17 @@ def _shake_hands(sock: ssl.SSLSocket, address: str) -> None:
     except (ssl.SSLError, ConnectionError) as e:
         message = f"no TLS with the source at {address}, which may have none (--tls-cert-file): {e}"
         raise TransferError(message, reason="TLS_FAILED") from e
+
+
+def _header(headers: memoryview, i: int) -> memoryview:
+    return headers[i * wire.HEADER_BYTES : (i + 1) * wire.HEADER_BYTES]
+
+
+def _expect(header: memoryview, source: SourcePageRef, page_bytes: int) -> None:
+    """Refuses a header that is not this page's."""
+    expected = wire.PageHeader(source.page_id, source.generation, source.checksum, page_bytes)
+    if header != wire.encode_page(expected):
+        raise TransferError(f"the source sent {_frame_or_error(header)} instead of {expected}", reason="BAD_FRAME")
 
 
 def _frame_or_error(header: memoryview) -> wire.Frame:

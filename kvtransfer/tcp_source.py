@@ -25,7 +25,7 @@ from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.acceptor import Acceptor
 from pdserve.kvtransfer.pool import PageMemory
-from pdserve.kvtransfer.sockets import Closed, recv_exactly, send_all, shut_down, tune
+from pdserve.kvtransfer.sockets import Closed, batch_pages, recv_exactly, send_all, shut_down, tune, wait_at_most
 from pdserve.kvtransfer.transport import SourcePageRef
 
 MAX_CONNECTIONS = 256
@@ -172,9 +172,9 @@ class TcpPageSource:
         header = bytearray(wire.HEADER_BYTES)
         try:
             while True:
-                sock.settimeout(None)  # an idle connection waits for the next ask; `drop_reader` ends it
+                wait_at_most(sock, None)  # an idle connection waits for the next ask; `drop_reader` ends it
                 recv_exactly(sock, memoryview(header))
-                sock.settimeout(self._send_idle_s)
+                wait_at_most(sock, self._send_idle_s)
                 get = wire.decode_header(header)
                 if not isinstance(get, wire.GetHeader):
                     return
@@ -200,15 +200,20 @@ class TcpPageSource:
             send_all(sock, [wire.encode_err(wire.ErrCode.ERR_STALE, text)])
             return
         try:
-            for page in pages:
-                header = wire.PageHeader(page.page_id, page.generation, page.checksum, self._memory.page_bytes)
-                send_all(sock, [wire.encode_page(header), self._memory.page(page.page_id)])
+            batch = batch_pages(self._memory.page_bytes)
+            for at in range(0, len(pages), batch):
+                send_all(sock, [part for page in pages[at : at + batch] for part in self._frame(page)])
         finally:
             with self._lock:
                 published.readers.discard(sock)
                 if not published.readers and self._leaving.pop(transfer_id, None) is not None:
                     published.left.set_result(None)
         send_all(sock, [wire.encode_end(len(pages))])
+
+    def _frame(self, page: SourcePageRef) -> tuple[bytes, memoryview]:
+        """A page's header and its bytes."""
+        header = wire.PageHeader(page.page_id, page.generation, page.checksum, self._memory.page_bytes)
+        return wire.encode_page(header), self._memory.page(page.page_id)
 
 
 def _lookup(published: _Published | None, token: bytes, asks: list[tuple[int, int]]) -> list[SourcePageRef] | None:

@@ -119,6 +119,7 @@ _FIELDS = {
     Kind.ERR: struct.Struct("<I48s4x"),
     Kind.MEMORY: struct.Struct("<IQ44x"),
 }
+_WHOLE = {kind: struct.Struct(_COMMON.format + fields.format[1:]) for kind, fields in _FIELDS.items()}
 
 
 def encode_hello(token: bytes, identity_digest: bytes) -> bytes:
@@ -217,7 +218,7 @@ def _build(kind: Kind, values: tuple[int | bytes, ...]) -> Frame:
 
 
 def _frame(kind: Kind, *values: int | bytes) -> bytes:
-    return _COMMON.pack(_MAGIC, VERSION, kind, 0) + _FIELDS[kind].pack(*values)
+    return _WHOLE[kind].pack(_MAGIC, VERSION, kind, 0, *values)
 
 
 def _bad(what: str) -> TransferError:

@@ -36,8 +36,8 @@ class Plane:
         name: As in --kv-transfer-config.
         source: Makes prefill's end over a pool, on a port (0: any).
         sink: Makes decode's end over a pool; gets the sources of this process.
-        halt: In the process of the source: from now on calls a function in the middle of each page that is sent, in the
-            thread that sends it. None: no thread of the source takes part in a copy.
+        halt: In the process of the source: from now on calls a function in the middle of the first page of each batch
+            that is sent, in the thread that sends it. None: no thread of the source takes part in a copy.
         crosses_processes: Its ends may be in two processes.
         sees_asks: The source looks at each ask, so it knows whose transfer is meant. False: readers help themselves,
             and only generations speak.
@@ -55,14 +55,14 @@ def _halt_tcp(inside: Callable[[object], None]) -> None:
     send_all = tcp_source.send_all
 
     def halting(sock: object, buffers: Sequence[bytes | memoryview]) -> None:
-        if len(buffers) != 2:  # not a page with its header
+        if len(buffers) < 2:  # not pages with their headers
             send_all(sock, buffers)  # type: ignore[arg-type]
             return
-        header, page = buffers
+        header, page, *others = buffers
         middle = len(page) // 2
         send_all(sock, [header, page[:middle]])  # type: ignore[arg-type]
         inside(sock)
-        send_all(sock, [page[middle:]])  # type: ignore[arg-type]
+        send_all(sock, [page[middle:], *others])  # type: ignore[arg-type]
 
     tcp_source.send_all = halting
 
