@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 
 import pytest
 
-DEPLOYED = ("tcp", "shm")
+from pdserve.kvtransfer import nixl
+
+INSTALLED = any(importlib.util.find_spec(name) for name in nixl.PACKAGES)
+DEPLOYED = ("tcp", "shm", *(["nixl"] if INSTALLED else []))
 PARAMS = [pytest.param(name, marks=[] if i == 0 else pytest.mark.slow) for i, name in enumerate(DEPLOYED)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib.util
 import os
 import shutil
 import tempfile
@@ -11,11 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
 from pdserve.cli.authority import Authority
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.tls import Tls, TlsConfig
-from pdserve.kvtransfer import tcp_source
+from pdserve.kvtransfer import nixl, tcp_source
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource
+from pdserve.kvtransfer.onesided import OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
@@ -39,8 +43,9 @@ class Plane:
         halt: In the process of the source: from now on calls a function in the middle of the first page of each batch
             that is sent, in the thread that sends it. None: no thread of the source takes part in a copy.
         crosses_processes: Its ends may be in two processes.
-        sees_asks: The source looks at each ask, so it knows whose transfer is meant. False: readers help themselves,
-            and only generations speak.
+        sees_asks: The source, or its table, says of each ask whether it may be. False: readers help themselves, and
+            only the checksums of what they bring speak.
+        slow: Takes its time to begin: runs with the slow tests.
     """
 
     name: str
@@ -49,6 +54,7 @@ class Plane:
     halt: Callable[[Callable[[object], None]], None] | None = None
     crosses_processes: bool = True
     sees_asks: bool = True
+    slow: bool = False
 
 
 def _halt_tcp(inside: Callable[[object], None]) -> None:
@@ -81,6 +87,20 @@ def a_member() -> Tls:
     return Tls(TlsConfig(tls_cert_file=cert, tls_key_file=key, tls_ca_file=ca))
 
 
+UCX = {"UCX_TLS": "tcp"}
+
+
+def optional(
+    name: str,
+    packages: Sequence[str],
+    source: Callable[[KvPool, int], PageSource],
+    sink: Callable[[KvPool, Sequence[PageSource]], PageSink],
+) -> list[Plane]:
+    """A one-sided plane, if one of the packages is installed."""
+    installed = any(importlib.util.find_spec(package) is not None for package in packages)
+    return [Plane(name, source, sink, sees_asks=False, slow=True)] if installed else []
+
+
 PLANES = (
     Plane(
         "tcp",
@@ -107,8 +127,20 @@ PLANES = (
         ),
         crosses_processes=False,
     ),
+    *optional(
+        "nixl",
+        nixl.PACKAGES,
+        lambda pool, _: nixl.make_source(pool, UCX),
+        lambda pool, _: OneSidedSink(pool, nixl.NAME, nixl.NixlLibrary(pool, UCX), idle_s=IDLE_S),
+    ),
 )
 REMOTE_PLANES = tuple(plane for plane in PLANES if plane.crosses_processes)
+
+
+def planes(chosen: Sequence[Plane]) -> pytest.MarkDecorator:
+    """Runs a test on each of these planes."""
+    params = [pytest.param(p, id=p.name, marks=[pytest.mark.slow] if p.slow else []) for p in chosen]
+    return pytest.mark.parametrize("plane", params)
 
 
 def plane_named(name: str) -> Plane:

@@ -22,7 +22,7 @@ from pdserve.kvtransfer.transport import SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 
 from .accounts import Borrower, Lender, assert_received
-from .planes import PLANES, Plane
+from .planes import PLANES, Plane, planes
 from .scripted import SCRIPTED, ScriptedDecode, ScriptedPrefill, fake_hello, scripted_client, welcome
 from .world import DIGEST, INCARNATION, PROMPT_DIGEST, SMALL, Ref, hello, run, world
 
@@ -63,7 +63,7 @@ async def told(plane: Plane, order: Sequence[int]) -> str:
         source.close()
 
 
-@pytest.mark.parametrize("plane", PLANES, ids=lambda plane: plane.name)
+@planes(PLANES)
 def test_messages_twice_or_out_of_order_never_give_a_wrong_page(plane: Plane) -> None:
     async def body() -> None:
         assert await told(plane, [0, 0, 1, 0, 1, 2, 2, 3, 1, 3, 4, 4]) == "COMPLETE", "late ones are dropped"
