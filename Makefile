@@ -46,6 +46,6 @@ $(SERVER): pyproject.toml constraints.txt scripts/install.sh $(EXTENSION)
 	@scripts/install.sh server && touch $@
 
 $(DEV): pyproject.toml constraints.txt scripts/install.sh $(EXTENSION)
-	@scripts/install.sh server,bench,dev,nixl && touch $@ $(SERVER)
+	@scripts/install.sh server,bench,dev,nixl,mooncake && touch $@ $(SERVER)
 
 .PHONY: help run test test-slow lint fmt protos bench constraints clean

@@ -12,7 +12,7 @@ from pdserve.core.errors import ConfigError
 FLAG = "--kv-transfer-config"
 TRANSPORTS = ("shm", "tcp")
 """Names of the data planes, the default order of preference."""
-ON_REQUEST = ("nixl",)
+ON_REQUEST = ("nixl", "mooncake")
 """Those that need a package of their own and a network that is trusted: used where they are named."""
 
 Options = TypeVar("Options")
@@ -37,6 +37,27 @@ class NixlOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MooncakeOptions:
+    """How Mooncake's transfer engine is set up.
+
+    Attributes:
+        host: Address that the other workers reach this machine at; empty: that of the data plane.
+        protocol: "tcp" or "rdma".
+        devices: Devices to use, separated by commas; empty: all.
+    """
+
+    host: str = ""
+    protocol: str = "tcp"
+    devices: str = ""
+
+    def __post_init__(self) -> None:
+        if self.protocol not in ("tcp", "rdma"):
+            raise ConfigError(f"{FLAG}: mooncake: protocol is {self.protocol!r}; it must be tcp or rdma")
+        if self.protocol == "rdma" and not self.host:
+            raise ConfigError(f"{FLAG}: mooncake: protocol rdma needs host, this machine's address for other workers")
+
+
+@dataclass(frozen=True, kw_only=True)
 class KvTransferConfig:
     """How pages travel.
 
@@ -46,11 +67,13 @@ class KvTransferConfig:
         max_quarantined_pages: With more pages that failed reads may write, a decode worker takes nothing new; None: a
             quarter of its pages.
         nixl: Of the transport nixl.
+        mooncake: Of the transport mooncake.
     """
 
     transports: tuple[str, ...] = TRANSPORTS
     max_quarantined_pages: int | None = None
     nixl: NixlOptions = field(default_factory=NixlOptions)
+    mooncake: MooncakeOptions = field(default_factory=MooncakeOptions)
 
     def __post_init__(self) -> None:
         known = (*TRANSPORTS, *ON_REQUEST)
@@ -85,6 +108,7 @@ class KvTransferConfig:
             transports=tuple(transports),
             max_quarantined_pages=pages,
             nixl=_options(NixlOptions, raw.get("nixl"), "nixl"),
+            mooncake=_options(MooncakeOptions, raw.get("mooncake"), "mooncake"),
         )
 
 

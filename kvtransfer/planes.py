@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from pdserve.core.config import WorkerConfig
 from pdserve.core.errors import ConfigError
+from pdserve.core.net import advertised_address
 from pdserve.core.tls import Tls
-from pdserve.kvtransfer import nixl
+from pdserve.kvtransfer import mooncake, nixl
+from pdserve.kvtransfer.library import Library
 from pdserve.kvtransfer.onesided import OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
@@ -52,6 +54,7 @@ def make_sources(
         ConfigError: One cannot work here; by default shm is left out then.
     """
     check_encryption(config.kv_transfer.transports, tls)
+    moon = config.kv_transfer.mooncake
     makers: Mapping[str, Callable[[], PageSource]] = {
         "shm": lambda: ShmPageSource(pool, identity_digest),
         "tcp": lambda: TcpPageSource(
@@ -63,6 +66,12 @@ def make_sources(
             tls=tls,
         ),
         "nixl": lambda: nixl.make_source(pool, config.kv_transfer.nixl.environment()),
+        "mooncake": lambda: mooncake.make_source(
+            pool,
+            host=moon.host or (config.advertise_data_address or advertised_address(host, 0)).rpartition(":")[0],
+            protocol=moon.protocol,
+            devices=moon.devices,
+        ),
     }
     sources: dict[str, PageSource] = {}
     try:
@@ -95,16 +104,18 @@ def make_sinks(config: WorkerConfig, pool: KvPool, identity_digest: bytes, tls: 
         ConfigError: One cannot work here.
     """
     check_encryption(config.kv_transfer.transports, tls)
-    idle_s, rate = config.pull_idle_s, config.pull_min_rate * 1e6
+    idle_s, rate, moon = config.pull_idle_s, config.pull_min_rate * 1e6, config.kv_transfer.mooncake
+
+    def one_sided(name: str, library: Library) -> PageSink:
+        return OneSidedSink(pool, name, library, idle_s=idle_s, min_bytes_per_s=rate)
+
     makers: Mapping[str, Callable[[], PageSink]] = {
         "shm": lambda: ShmPageSink(pool, identity_digest, idle_s=idle_s),
         "tcp": lambda: TcpPageSink(pool, identity_digest, idle_s=idle_s, min_bytes_per_s=rate, tls=tls),
-        "nixl": lambda: OneSidedSink(
-            pool,
-            nixl.NAME,
-            nixl.NixlLibrary(pool, config.kv_transfer.nixl.environment()),
-            idle_s=idle_s,
-            min_bytes_per_s=rate,
+        "nixl": lambda: one_sided(nixl.NAME, nixl.NixlLibrary(pool, config.kv_transfer.nixl.environment())),
+        "mooncake": lambda: one_sided(
+            mooncake.NAME,
+            mooncake.MooncakeLibrary(pool, host=moon.host or "127.0.0.1", protocol=moon.protocol, devices=moon.devices),
         ),
     }
     return {name: makers[name]() for name in config.kv_transfer.transports}

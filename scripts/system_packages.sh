@@ -12,6 +12,12 @@ want() { # program, Debian packages
 want prometheus prometheus
 want promtool prometheus
 want cc gcc libc6-dev
+want_library() { # file, Debian package
+    /sbin/ldconfig -p 2>/dev/null | grep "$1" >/dev/null && return
+    missing+=("$1")
+    packages+=("$2")
+}
+want_library libibverbs.so.1 libibverbs1 # Mooncake
 [ ${#missing[@]} -eq 0 ] && exit 0
 
 if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then

@@ -26,6 +26,8 @@ def test_text_and_file_say_the_same(tmp_path: Path) -> None:
         ('{"kv_connector": "x", "transports": ["tcp"]}', "unknown key kv_connector; the keys are transports"),
         ('{"nixl": {"ucx": "tcp"}}', "nixl: unknown key ucx; the keys are ucx_tls, ucx_net_devices"),
         ('{"nixl": {"ucx_tls": 1}}', 'nixl is {"ucx_tls": 1}; it must be an object of texts'),
+        ('{"mooncake": {"protocol": "pigeon"}}', "mooncake: protocol is 'pigeon'"),
+        ('{"mooncake": {"protocol": "rdma"}}', "mooncake: protocol rdma needs host"),
         ('{"max_quarantined_pages": -1}', "max_quarantined_pages is -1"),
         ('{"max_quarantined_pages": true}', "max_quarantined_pages is true"),
         ('{"transports": ["tcp", "pigeon"]}', "transports names 'pigeon'"),

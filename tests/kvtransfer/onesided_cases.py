@@ -1,4 +1,4 @@
-"""nixl (over tcp and shared memory) with a source in another process: death, stops, restarts, poison."""
+"""nixl (over tcp and shared memory) and mooncake with a source in another process: death, stops, restarts, poison."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 import xxhash
 
 from pdserve.core.errors import TransferError
-from pdserve.kvtransfer import nixl, onesided
+from pdserve.kvtransfer import mooncake, nixl, onesided
 from pdserve.kvtransfer.library import Library, Read, RemotePool, Run
 from pdserve.kvtransfer.onesided import OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
@@ -41,12 +41,16 @@ class Plane:
     stalls: bool  # a stopped source holds reads up
 
     def library(self, memory: KvPool) -> Library:
-        return nixl.NixlLibrary(memory, dict(self.options))
+        options = dict(self.options)
+        if self.transport == nixl.NAME:
+            return nixl.NixlLibrary(memory, options)
+        return mooncake.MooncakeLibrary(memory, **options)
 
 
 PLANES = {
     "nixl-tcp": Plane("nixl", (("UCX_TLS", "tcp"), ("UCX_NET_DEVICES", "lo")), True),
     "nixl-shm": Plane("nixl", (("UCX_TLS", "posix,sysv,cma,self,tcp"), ("UCX_NET_DEVICES", "lo")), False),
+    "mooncake": Plane("mooncake", (("host", "127.0.0.1"),), True),
 }
 
 
@@ -202,6 +206,9 @@ def test_a_source_killed_before_or_amid_a_pull_is_an_error_and_others_serve(plan
                 await s.pull(shared.address, range(NUM_PAGES), range(NUM_PAGES))
                 assert await reason_of(s.start(mortal.address, range(4), range(4))) == "PEER_GONE"
                 await s.pull(shared.address, range(NUM_PAGES), range(NUM_PAGES))
+            again = replace(RemotePool.decode(shared.address, plane.transport), instance="a successor at its address")
+            if plane.transport == mooncake.NAME:  # NIXL's addresses are new with every process
+                await s.pull(again.encode(), range(NUM_PAGES), range(NUM_PAGES))
             await eventually(lambda: s.sink.num_quarantined == 0)
 
     run(body(), 60)

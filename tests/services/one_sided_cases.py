@@ -11,7 +11,10 @@ from pdserve.engine.fake import expected_tokens
 from tests.services.test_pair import prompt_of, run
 from tests.services.world import Pair, until
 
-CONFIGS = {"nixl": '{"transports": ["nixl"], "nixl": {"ucx_tls": "tcp", "ucx_net_devices": "lo"}}'}
+CONFIGS = {
+    "mooncake": '{"transports": ["mooncake"], "mooncake": {"host": "127.0.0.1"}}',
+    "nixl": '{"transports": ["nixl"], "nixl": {"ucx_tls": "tcp", "ucx_net_devices": "lo"}}',
+}
 
 
 @pytest.mark.parametrize("name", CONFIGS)

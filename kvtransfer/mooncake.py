@@ -1,0 +1,166 @@
+"""The mooncake transport: pages are read through Mooncake's transfer engine (RDMA, tcp), host memory to host memory.
+
+Each run of pages is a batch of its own: a batch of several says that it failed while others of it may still write.
+What waits for a peer (the handshake, connecting) is done in threads; nothing here uses Mooncake's own time limit, which
+gives up reads that still write.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import secrets
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from pdserve.core.errors import ConfigError
+from pdserve.kvtransfer.library import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
+from pdserve.kvtransfer.pool import PageMemory
+
+NAME = "mooncake"
+MAX_OUTSTANDING = 8
+"""Runs of one read that Mooncake has at a time."""
+MAX_THREADS = 32
+
+_log = logging.getLogger(__name__)
+
+
+def load() -> Any:
+    """Mooncake's Python module.
+
+    Raises:
+        ConfigError: It is not installed or does not load.
+    """
+    if importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "--kv-transfer-config: transport mooncake needs the package mooncake-transfer-engine-non-cuda: pip install "
+            "'pdserve[mooncake]', or leave mooncake out"
+        )
+    try:
+        return importlib.import_module("mooncake.engine")
+    except (ImportError, OSError) as e:
+        raise ConfigError(
+            f"--kv-transfer-config: transport mooncake does not load: {e} (it needs Debian's libibverbs1)"
+        ) from e
+
+
+class _Engine:
+    """A transfer engine, with a pool registered where others read it or the devices need it."""
+
+    def __init__(self, memory: PageMemory, host: str, protocol: str, devices: str, *, register: bool) -> None:
+        self.memory = LocalMemory(memory)
+        self.engine: Any = load().TransferEngine()
+        if self.engine.initialize(host, "P2PHANDSHAKE", protocol, devices) != 0:
+            raise ConfigError(
+                f"--kv-transfer-config: transport mooncake: the engine does not start on {host} with protocol "
+                f"{protocol!r} and devices {devices!r}; its log says why"
+            )
+        self._registered = register
+        if register and self.engine.register_memory(self.memory.base, self.memory.num_bytes) != 0:
+            raise ConfigError("--kv-transfer-config: transport mooncake: the KV pool cannot be registered")
+        self.peer = f"{host}:{self.engine.get_rpc_port()}"
+
+    def close(self) -> None:
+        """Ends its threads."""
+        if self._registered:
+            self.engine.unregister_memory(self.memory.base)
+        self.engine = None
+
+
+def make_source(memory: PageMemory, *, host: str, protocol: str = "tcp", devices: str = "") -> OneSidedSource:
+    """Offers a pool.
+
+    Args:
+        memory: What is served.
+        host: Address that readers reach this process at.
+        protocol: "tcp" or "rdma".
+        devices: Devices to use, separated by commas; empty: all.
+
+    Raises:
+        ConfigError: Mooncake cannot work here.
+    """
+    engine = _Engine(memory, host, protocol, devices, register=True)
+    pool = RemotePool(NAME, secrets.token_hex(8), engine.peer, engine.memory.base, memory.num_pages, memory.page_bytes)
+    return OneSidedSource(pool, engine.close)
+
+
+class _MooncakeRead:
+    """Runs of one part, at most `MAX_OUTSTANDING` given to Mooncake at a time."""
+
+    def __init__(self, engine: Any, peer: str, runs: Sequence[Run], threads: ThreadPoolExecutor) -> None:
+        self._engine, self._peer, self._threads = engine, peer, threads
+        self._waiting = deque(runs)
+        self._submitting: set[Future[int]] = set()
+        self._batches: set[int] = set()
+        self._failed = False
+        self._fill()
+
+    def poll(self) -> ReadState:
+        """See `Read`."""
+        for future in [f for f in self._submitting if f.done()]:
+            self._submitting.discard(future)
+            if batch := future.result():
+                self._batches.add(batch)
+            else:
+                self._failed = True  # nothing was begun
+        for batch in list(self._batches):
+            if (code := self._engine.transfer_check_status(batch)) in (1, -1):  # else it goes on
+                self._batches.discard(batch)
+                self._failed = self._failed or code < 0
+        self._fill()
+        if self._submitting or self._batches:
+            return ReadState.PENDING
+        return ReadState.FAILED if self._failed else ReadState.DONE
+
+    def _fill(self) -> None:
+        while self._waiting and not self._failed and len(self._submitting) + len(self._batches) < MAX_OUTSTANDING:
+            run = self._waiting.popleft()
+            self._submitting.add(self._threads.submit(self._submit, run))
+
+    def _submit(self, run: Run) -> int:
+        batch: int = self._engine.batch_transfer_async_read(self._peer, [run.local], [run.remote], [run.num_bytes])
+        return batch
+
+
+class MooncakeLibrary:
+    """`Library` of the reading end.
+
+    Args:
+        memory: The pool to write into.
+        host: Address of this process.
+        protocol: See `make_source`.
+        devices: See `make_source`.
+
+    Raises:
+        ConfigError: Mooncake cannot work here.
+    """
+
+    def __init__(self, memory: PageMemory, *, host: str, protocol: str = "tcp", devices: str = "") -> None:
+        self._arguments = (memory, host, protocol, devices)
+        self._instances: dict[str, str] = {}
+        self._engine = self._open()
+        self._threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="kv-mooncake-begin")
+
+    def begin(self, source: RemotePool, runs: Sequence[Run]) -> _MooncakeRead:
+        """See `Library`."""
+        if self._instances.setdefault(source.peer, source.instance) != source.instance:
+            self._engine, self._instances = self._open(), {source.peer: source.instance}
+        return _MooncakeRead(self._engine.engine, source.peer, runs, self._threads)
+
+    def _open(self) -> _Engine:
+        """An engine that knows no source yet: one that does never asks again, though another process may listen there.
+
+        Over tcp the pool is not registered: Mooncake lets strangers write into what is.
+        """
+        return _Engine(*self._arguments, register=self._arguments[2] != "tcp")
+
+    def forget(self, source: RemotePool) -> None:
+        """See `Library`."""
+
+    def close(self) -> None:
+        """See `Library`."""
+        self._threads.shutdown()
+        self._engine.close()
