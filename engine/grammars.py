@@ -63,14 +63,31 @@ class _Entry:
     """A grammar that is being compiled, or was.
 
     Attributes:
-        future: The compiled grammar.
+        future: The compiled grammar, or what is wrong with it.
         num_waiting: Requests that asked for it and have not given it up.
         dropped: True: nobody else may get this one.
     """
 
-    future: Future[LLMatcher]
+    future: Future[LLMatcher | PdserveError]
     num_waiting: int = 0
     dropped: bool = False
+
+    def result(self, timeout_s: float) -> LLMatcher:
+        """Waits for the grammar.
+
+        Raises:
+            PdserveError: There is none.
+            TimeoutError, CancelledError: See `Future`.
+        """
+        compiled = self.future.result(timeout_s)
+        if isinstance(compiled, PdserveError):
+            raise _fresh(compiled)
+        return compiled
+
+
+def _fresh(error: PdserveError) -> PdserveError:
+    """The same without a traceback, whose frames know the request: an error that is kept would keep that."""
+    return type(error)(error.message, reason=error.reason, status=error.status, retry_after_s=error.retry_after_s)
 
 
 class _Compiling:
@@ -84,7 +101,7 @@ class _Compiling:
     def result(self, timeout_s: float) -> None:
         """See `Preparation`."""
         try:
-            self._entry.future.result(timeout_s)
+            self._entry.result(timeout_s)
         except CancelledError:
             raise EngineError("structured_outputs: the grammar was given up", reason="GRAMMAR_FAILED") from None
 
@@ -159,10 +176,10 @@ class Grammars:
             ConfigError: The library cannot read the model's tokenizer.
             EngineError: The library failed.
         """
-        future, begun = self._get(structured).future, time.monotonic()
+        entry, begun = self._get(structured), time.monotonic()
         wait_s = self._step_wait_s if begun >= self._next_wait_s else 0.0
         try:
-            compiled = future.result(wait_s)
+            compiled = entry.result(wait_s)
         except (TimeoutError, CancelledError):
             raise not_ready(wait_s) from None
         finally:
@@ -228,7 +245,13 @@ class Grammars:
         if entry.dropped:
             entry.future.cancel()  # not under the lock: it calls back
 
-    def _compile(self, structured: StructuredOutputs) -> LLMatcher:
+    def _compile(self, structured: StructuredOutputs) -> LLMatcher | PdserveError:
+        try:
+            return self._compiled_now(structured)
+        except PdserveError as e:
+            return _fresh(e)
+
+    def _compiled_now(self, structured: StructuredOutputs) -> LLMatcher:
         with library_errors():
             from llguidance import LLMatcher
 

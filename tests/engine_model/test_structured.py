@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import re
 import threading
@@ -14,11 +15,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pdserve.core.errors import CapacityError
+from pdserve.core.errors import CapacityError, RequestError
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.structured import StructuredOutputs
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.grammars import Grammars
+from pdserve.engine.preparation import finish
 from pdserve.engine.step import SamplingFailure
 from pdserve.engine.structured import StructuredProcessor
 from tests.engine_model.structures import EOS, VOCAB_SIZE, allowed, mask, model_dir, prepare, row, schemas, walk
@@ -337,3 +339,18 @@ def test_what_the_library_raises_while_compiling_fails_its_request(error: BaseEx
 def test_a_model_that_cannot_be_constrained(file: str, eos: frozenset[int], reason: str) -> None:
     broken = Grammars(model_dir() / file, VOCAB_SIZE, eos)
     assert failure_of(StructuredProcessor(broken, 8), StructuredOutputs(regex="a"), []).reason == reason
+
+
+def test_what_is_wrong_with_a_form_does_not_keep_it() -> None:
+    """An error that is kept has frames that know the request: of endless wrong ones nothing may stay."""
+    forgetful = fresh(max_grammars=2)
+    for i in range(6):
+        params = SamplingParams(structured_outputs=StructuredOutputs(regex=rf"x{i}[^\s\S]"))
+        for _ in range(2):
+            preparation = forgetful.prepare(params)
+            assert preparation is not None
+            with pytest.raises(RequestError, match="no text satisfies it"):
+                finish(preparation, 20.0)
+    del params, preparation
+    gc.collect()
+    assert len(forgetful._held) <= 2
