@@ -170,7 +170,11 @@ def from_namespace(
     file_values = _read_file(namespace.config) if namespace.config else {}
     known = {f.name for cls in sections.values() for f in fields(cls)}
     if unknown := sorted(set(file_values) - known):
-        raise ConfigError(f"{namespace.config}: unknown option {', '.join(unknown)}")
+        close = [c for name in unknown for c in difflib.get_close_matches(name, known, n=1)]
+        hint = f"; did you mean {', '.join(close)}?" if close else ""
+        if any(isinstance(file_values[name], dict) for name in unknown):
+            hint = "; write options without sections"
+        raise ConfigError(f"{namespace.config}: unknown option {', '.join(unknown)}{hint}")
     built = []
     for cls in sections.values():
         hints = typing.get_type_hints(cls)
@@ -203,7 +207,21 @@ def _add_flag(group: Any, cls: type, f: Field[Any]) -> None:
     if kind is bool:
         group.add_argument(flag_name(f.name), action=argparse.BooleanOptionalAction, default=None, help=help_text)
         return
-    group.add_argument(flag_name(f.name), type=kind, default=None, metavar=_placeholder(f), help=help_text)
+    parse = _parser_of(kind, f.metadata["unit"])
+    group.add_argument(flag_name(f.name), type=parse, default=None, metavar=_placeholder(f), help=help_text)
+
+
+def _parser_of(kind: Any, unit: str) -> typing.Callable[[str], object]:
+    """The type of a flag: says what it must be, with its unit."""
+
+    def parse(text: str) -> object:
+        try:
+            return kind(text)
+        except ValueError:
+            told = f" ({unit})" if unit else ""
+            raise argparse.ArgumentTypeError(f"it is {text!r:.80}; it must be {_EXPECTED[kind]}{told}") from None
+
+    return parse
 
 
 def _placeholder(f: Field[Any]) -> str:
@@ -220,11 +238,11 @@ def _convert(name: str, hint: Any, value: object, where: str) -> object:
             if isinstance(value, bool):
                 return value
             return {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False}[str(value).lower()]
-        if isinstance(value, bool) or (kind is int and isinstance(value, float)):
+        if isinstance(value, bool | dict | list) or (kind is int and isinstance(value, float)):
             raise TypeError  # a file has types: 1.5 pages are no 1
         return kind(value)
     except (ValueError, KeyError, TypeError):
-        raise ConfigError(f"{where} is {value!r}; it must be {kind.__name__}") from None
+        raise ConfigError(f"{where} is {value!r}; it must be {_EXPECTED[kind]}") from None
 
 
 def _base_type(hint: Any) -> Any:

@@ -54,6 +54,9 @@ def test_each_command_explains_itself(words: list[str], capsys: pytest.CaptureFi
         (["prefill", "--batching", "static"], "use pdserve decode --role mixed"),
         (["decode", "--batching", "dynamic"], "--batching is 'dynamic'"),
         (["up", "--batching", "static"], "use --prefill 0 --decode 0 --mixed 1, or pdserve.LLM"),
+        (["up", "--swap-space-bytes", "1GB"], "--swap-space-bytes: it is '1GB'; it must be an integer (bytes)"),
+        (["decode", "--step-target-ms", "x"], "--step-target-ms: it is 'x'; it must be a finite number (ms)"),
+        (["decode", "--step-target-ms", "nan"], "--step-target-ms is nan"),
         (["up", "--prefill", "65"], "--prefill is 65; it must be at most 64 workers"),
         (["prefill", "--require-tls"], "--require-tls needs --tls-cert-file"),
         (["router", "--tls-ca-file", "ca.crt"], "--tls-cert-file, --tls-key-file"),
@@ -259,3 +262,22 @@ def test_what_children_warned_of_is_told_once(tmp_path: Path) -> None:
         children.append(Child(name, [sys.executable, "-c", code], tmp_path / name))
     assert all(child.wait(60) for child in children)
     assert warnings_of(children) == ["prefill-0, decode-0: no CPU kernels"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("max-num-seq = 32", "unknown option max_num_seq; did you mean max_num_seqs?"),
+        ("[engine]\nmax-num-seqs = 3", "unknown option engine; write options without sections"),
+        ('max-num-seqs = "many"', "max_num_seqs is 'many'; it must be an integer"),
+        ('kv-integrity = ["host"]', "kv_integrity is ['host']; it must be text"),
+        ("enable-prefix-caching = 7", "enable_prefix_caching is 7; it must be True or False"),
+    ],
+)
+def test_a_wrong_file_is_named_with_what_would_be_right(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "worker.toml"
+    path.write_text(text)
+    assert cli.main(["decode", "--config", str(path)]) == 2
+    assert f"{path}: {said}" in capsys.readouterr().err
