@@ -37,7 +37,9 @@ from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 __all__ = ["ShmPageSink", "ShmPageSource"]
 
 CHUNK_BYTES = 1 << 20
-"""Copied in one go at most: a cancel waits for it, and its checksums find it in the cache."""
+"""Copied in one go at most where checksums are verified: they find it in the cache."""
+UNCHECKED_CHUNK_BYTES = 8 << 20
+"""The same without checksums: a cancel waits for it."""
 
 
 class _Link:
@@ -245,13 +247,16 @@ class ShmPageSink:
     ) -> None:
         """Lets no variable refer to a mapping: see `_Link`."""
         _check(link, wanted)
-        page_bytes = self._memory.page_bytes
-        for at, count in contiguous_runs(sources, destinations, max(1, CHUNK_BYTES // page_bytes)):
+        page_bytes, checked = self._memory.page_bytes, any(page.checksum for page in sources)
+        max_pages = max(1, (CHUNK_BYTES if checked else UNCHECKED_CHUNK_BYTES) // page_bytes)
+        for at, count in contiguous_runs(wanted.ids, destinations, max_pages):
             if cancelled.is_set():
                 raise TransferError("the pull was cancelled", reason="CANCELLED")
             target = np.frombuffer(self._memory.run(destinations[at], count), np.uint8).reshape(count, page_bytes)
             first = sources[at].page_id
             np.copyto(target, link.pages[first : first + count])
+            if not checked:
+                continue
             for page, row in zip(sources[at : at + count], target, strict=True):
                 if page.checksum and xxhash.xxh3_64_intdigest(row.data) != page.checksum:
                     _check(link, wanted)

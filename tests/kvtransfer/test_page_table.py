@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from itertools import combinations, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -116,14 +117,14 @@ def test_transfers_are_told_apart_and_what_finds_no_room_is_refused(caplog: pyte
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(1, 5))
 def test_runs_divide_a_pull(pairs: list[tuple[int, int]], max_pages: int) -> None:
-    sources, destinations = [SourcePageRef(s, 1, 0) for s, _ in pairs], [d for _, d in pairs]
-    runs = list(contiguous_runs(sources, destinations, max_pages))
+    sources, destinations = [s for s, _ in pairs], [d for _, d in pairs]
+    runs = list(contiguous_runs(np.array(sources, np.intp), destinations, max_pages))
     positions = [at + i for at, count in runs for i in range(count)]
     assert positions == list(range(len(pairs)))
     for at, count in runs:
         assert 1 <= count <= max_pages
         for i in range(count):
-            assert (sources[at + i].page_id, destinations[at + i]) == (sources[at].page_id + i, destinations[at] + i)
+            assert (sources[at + i], destinations[at + i]) == (sources[at] + i, destinations[at] + i)
     for (a, m), (b, _) in pairwise(runs):
-        joined = sources[a].page_id + m == sources[b].page_id and destinations[a] + m == destinations[b]
+        joined = sources[a] + m == sources[b] and destinations[a] + m == destinations[b]
         assert not joined or m == max_pages

@@ -228,7 +228,7 @@ def test_a_page_that_changed_after_it_was_hashed_is_corrupt() -> None:
 
 def test_a_cancelled_pull_ends_only_when_its_thread_writes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        monkeypatch.setattr(shm, "CHUNK_BYTES", LAYOUT.page_bytes)
+        monkeypatch.setattr(shm, "UNCHECKED_CHUNK_BYTES", LAYOUT.page_bytes)
         async with pair() as p:
             pages = p.refs(range(32), checksums=False)
             p.source.publish("t", p.token, pages)
