@@ -17,7 +17,7 @@ import pytest
 from pdserve.cli.authority import Authority
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.tls import Tls, TlsConfig
-from pdserve.kvtransfer import nixl, tcp_source
+from pdserve.kvtransfer import mooncake, nixl, tcp_source
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource
 from pdserve.kvtransfer.onesided import OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
@@ -132,6 +132,14 @@ PLANES = (
         nixl.PACKAGES,
         lambda pool, _: nixl.make_source(pool, UCX),
         lambda pool, _: OneSidedSink(pool, nixl.NAME, nixl.NixlLibrary(pool, UCX), idle_s=IDLE_S),
+    ),
+    *optional(
+        "mooncake",
+        ("mooncake",),
+        lambda pool, _: mooncake.make_source(pool, host="127.0.0.1"),
+        lambda pool, _: OneSidedSink(
+            pool, mooncake.NAME, mooncake.MooncakeLibrary(pool, host="127.0.0.1"), idle_s=IDLE_S
+        ),
     ),
 )
 REMOTE_PLANES = tuple(plane for plane in PLANES if plane.crosses_processes)
