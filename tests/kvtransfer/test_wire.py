@@ -30,6 +30,8 @@ def test_headers_come_back_whole(a: int, b: int, c: int, d: int, token: bytes, t
     page = wire.PageHeader(a, b, c, d)
     assert wire.decode_header(wire.encode_page(page)) == page
     assert wire.decode_header(wire.encode_end(a)) == wire.EndFrame(a)
+    memory = wire.MemoryFrame(a, c)
+    assert wire.decode_header(wire.encode_memory(memory)) == memory
     assert wire.decode_header(wire.encode_hello(token, b"d" * 32)) == wire.HelloFrame(token, b"d" * 16)
     err = wire.decode_header(wire.encode_err(wire.ErrCode.ERR_STALE, text))
     assert isinstance(err, wire.ErrFrame)
