@@ -15,6 +15,12 @@ from pdserve.bench.load import Outcome
 from pdserve.bench.report import Row
 
 METRICS = {"ttft": "TTFT", "tpot": "TPOT", "itl": "ITL", "e2el": "E2EL"}
+MEANINGS = {
+    "ttft": "from sending a request to its first output",
+    "tpot": "per further output token",
+    "itl": "between two outputs",
+    "e2el": "from sending to the end",
+}
 
 
 def values_ms(outcome: Outcome, metric: str) -> list[float]:

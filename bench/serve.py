@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pdserve.bench import workload
 from pdserve.bench.backends import Generation, OpenAIBackend, PdserveBackend
 from pdserve.bench.load import Backend, Outcome, run_load
-from pdserve.bench.metrics import METRICS, summarize
+from pdserve.bench.metrics import MEANINGS, METRICS, summarize
 from pdserve.bench.report import Report, print_report, write_json
 from pdserve.bench.serve_args import build_parser
 from pdserve.cli.arguments import router_addresses
@@ -54,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         command=["pdserve", "bench", "serve", *argv],
         seed=args.seed,
         rows=summarize(outcomes, options.metrics, options.percentiles, options.limits_ms),
-        notes=notes,
+        notes=[*notes, "; ".join(f"{METRICS[name]}: {MEANINGS[name]}" for name in options.metrics)],
     )
     print_report(report, Console())
     if args.json:

@@ -200,6 +200,7 @@ def test_bench_serve_against_a_router(
     rows = {row["name"]: row["value"] for row in report["rows"]}
     assert rows["succeeded"] == 6 and rows["failed: RESOURCE_EXHAUSTED QUEUE_FULL"] == 2 and rows["output tokens"] == 18
     assert "8 of 8 requests were cut" in report["notes"][0]
+    assert report["notes"][-1].startswith("TTFT: from sending a request to its first output; ")
     assert len(json.loads((tmp_path / "all.json").read_text())["requests"]) == 8
     assert "median TTFT" in capsys.readouterr().out
 
