@@ -16,6 +16,7 @@ import pytest
 import xxhash
 
 from pdserve.core.errors import TransferError
+from pdserve.core.kv_transfer_config import TRANSPORTS
 from pdserve.kvtransfer.control_client import TransferResult
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.pool import KvPool
@@ -32,6 +33,10 @@ every_remote_plane = planes(REMOTE_PLANES)
 every_asked_plane = planes([plane for plane in PLANES if plane.sees_asks])
 GONE = {"PEER_GONE", "PEER_LOST"}
 SILENT = {"PULL_IDLE", "PEER_SILENT", "PEER_GONE"}
+
+
+def test_every_plane_that_workers_have_by_default_is_here() -> None:
+    assert set(TRANSPORTS) <= {plane.name for plane in PLANES}
 
 
 @dataclass
