@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import importlib.util
 import os
 import shutil
 import tempfile
@@ -19,6 +18,7 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.tls import Tls, TlsConfig
 from pdserve.kvtransfer import mooncake, nixl, tcp_source
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource
+from pdserve.kvtransfer.library import Library
 from pdserve.kvtransfer.onesided import OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
@@ -28,7 +28,7 @@ from tests.support.certificates import member
 
 from .world import DIGEST
 
-IDLE_S = 0.5
+IDLE_S = 1.0
 """A pull that receives nothing for so long fails, where a plane has such a limit."""
 
 
@@ -45,7 +45,6 @@ class Plane:
         crosses_processes: Its ends may be in two processes.
         sees_asks: The source, or its table, says of each ask whether it may be. False: readers help themselves, and
             only the checksums of what they bring speak.
-        slow: Takes its time to begin: runs with the slow tests.
     """
 
     name: str
@@ -54,7 +53,6 @@ class Plane:
     halt: Callable[[Callable[[object], None]], None] | None = None
     crosses_processes: bool = True
     sees_asks: bool = True
-    slow: bool = False
 
 
 def _halt_tcp(inside: Callable[[object], None]) -> None:
@@ -88,17 +86,24 @@ def a_member() -> Tls:
 
 
 UCX = {"UCX_TLS": "tcp"}
+HOST = "127.0.0.1"
+LIBRARY_PLANE = "PDSERVE_TEST_LIBRARY_PLANE"
+"""Names the one plane of a library that this process may load: their C++ parts clash with others."""
 
 
-def optional(
+def of_library(
     name: str,
-    packages: Sequence[str],
-    source: Callable[[KvPool, int], PageSource],
-    sink: Callable[[KvPool, Sequence[PageSource]], PageSink],
+    source: Callable[[KvPool], PageSource],
+    library: Callable[[KvPool], Library],
 ) -> list[Plane]:
-    """A one-sided plane, if one of the packages is installed."""
-    installed = any(importlib.util.find_spec(package) is not None for package in packages)
-    return [Plane(name, source, sink, sees_asks=False, slow=True)] if installed else []
+    """A one-sided plane, in the process that is there for it."""
+    if os.environ.get(LIBRARY_PLANE) != name:
+        return []
+
+    def sink(pool: KvPool, _: object) -> PageSink:
+        return OneSidedSink(pool, name, library(pool), idle_s=3 * IDLE_S)
+
+    return [Plane(name, lambda pool, _: source(pool), sink, sees_asks=False)]
 
 
 PLANES = (
@@ -127,19 +132,11 @@ PLANES = (
         ),
         crosses_processes=False,
     ),
-    *optional(
-        "nixl",
-        nixl.PACKAGES,
-        lambda pool, _: nixl.make_source(pool, UCX),
-        lambda pool, _: OneSidedSink(pool, nixl.NAME, nixl.NixlLibrary(pool, UCX), idle_s=IDLE_S),
-    ),
-    *optional(
+    *of_library("nixl", lambda pool: nixl.make_source(pool, UCX), lambda pool: nixl.NixlLibrary(pool, UCX)),
+    *of_library(
         "mooncake",
-        ("mooncake",),
-        lambda pool, _: mooncake.make_source(pool, host="127.0.0.1"),
-        lambda pool, _: OneSidedSink(
-            pool, mooncake.NAME, mooncake.MooncakeLibrary(pool, host="127.0.0.1"), idle_s=IDLE_S
-        ),
+        lambda pool: mooncake.make_source(pool, host=HOST),
+        lambda pool: mooncake.MooncakeLibrary(pool, host=HOST),
     ),
 )
 REMOTE_PLANES = tuple(plane for plane in PLANES if plane.crosses_processes)
@@ -147,8 +144,7 @@ REMOTE_PLANES = tuple(plane for plane in PLANES if plane.crosses_processes)
 
 def planes(chosen: Sequence[Plane]) -> pytest.MarkDecorator:
     """Runs a test on each of these planes."""
-    params = [pytest.param(p, id=p.name, marks=[pytest.mark.slow] if p.slow else []) for p in chosen]
-    return pytest.mark.parametrize("plane", params)
+    return pytest.mark.parametrize("plane", [pytest.param(plane, id=plane.name) for plane in chosen])
 
 
 def plane_named(name: str) -> Plane:

@@ -68,13 +68,13 @@ def test_messages_twice_or_out_of_order_never_give_a_wrong_page(plane: Plane) ->
     async def body() -> None:
         assert await told(plane, [0, 0, 1, 0, 1, 2, 2, 3, 1, 3, 4, 4]) == "COMPLETE", "late ones are dropped"
         rng, ends = random.Random(4), set[str]()
-        for _ in range(25):
+        for _ in range(25 if plane.sees_asks else 8):  # a library takes its time to begin and to end
             order = [0, 1, 2, 3, 4] * rng.randint(1, 2)
             rng.shuffle(order)
             ends.add(await told(plane, order))
         assert ends <= {"COMPLETE", "BAD_WATERMARK", "PAGES_MISSING"} and len(ends) >= 2
 
-    run(body(), 100.0 if plane.slow else 30.0)  # Mooncake takes a second to close
+    run(body(), 60)
 
 
 @pytest.mark.parametrize("outcome", [pb.TRANSFER_OUTCOME_COMPLETE, pb.TRANSFER_OUTCOME_ABORTED])

@@ -108,7 +108,7 @@ async def across(plane: Plane, peer: PlanePeer) -> AsyncIterator[Borrower]:
         num_pages=NUM_PAGES,
         sink_of=lambda pool: plane.sink(pool, ()),
         wanted=(plane.name,),
-        peer_timeout_s=1.5,
+        peer_timeout_s=3.0,
     ) as w:
         borrower = Borrower(w.client, w.sink, w.decode, peer.peer)
         yield borrower
