@@ -8,7 +8,7 @@ from pdserve import LLM, SamplingParams
 from pdserve.engine.llm import Completion
 from pdserve.engine.model_store import BUILT_IN_MODEL
 from tests.parity.features import CASES, NUM_TOKENS, Case, Expected, expected, generate
-from tests.parity.prompts import PAGE_SIZE
+from tests.parity.reference import Reference, assert_parity, references
 
 
 def params(case: Case) -> SamplingParams:
@@ -16,10 +16,39 @@ def params(case: Case) -> SamplingParams:
 
 
 @pytest.fixture(scope="module")
-def outputs() -> list[Completion]:
-    """All cases in one batch, the prompts in chunks."""
-    llm = LLM(model=BUILT_IN_MODEL, dtype="float32", page_size=PAGE_SIZE, num_pages=200, max_num_batched_tokens=64)
-    return llm.generate([c.prompt for c in CASES], [params(c) for c in CASES])
+def everything() -> tuple[list[Completion], list[Completion], list[Reference]]:
+    """All cases and some plain prompts at once, 32 of them: prompts in chunks, and a pool too small: some are swapped."""
+    plain = [r for r in references() if len(r.prompt.token_ids) < 64][: 32 - len(CASES)]
+    llm = LLM(
+        model=BUILT_IN_MODEL,
+        dtype="float32",
+        page_size=1,  # so that outputs need pages again and again
+        num_pages=260,
+        max_num_batched_tokens=64,
+        max_num_seqs=32,
+        preemption_mode="swap",
+        swap_space_bytes=16 << 20,
+    )
+    more = [SamplingParams(temperature=0.0, max_tokens=r.prompt.max_tokens) for r in plain]
+    done = llm.generate([*(c.prompt for c in CASES), *(r.prompt.prompt for r in plain)], [*map(params, CASES), *more])
+    preempted = llm._built.core.load().preemptions
+    assert preempted.num_swaps, preempted
+    return done[: len(CASES)], done[len(CASES) :], plain
+
+
+@pytest.fixture(scope="module")
+def outputs(everything: tuple[list[Completion], list[Completion], list[Reference]]) -> list[Completion]:
+    """Those of the cases."""
+    return everything[0]
+
+
+@pytest.mark.timeout(300)
+def test_plain_prompts_beside_them_are_not_touched(
+    everything: tuple[list[Completion], list[Completion], list[Reference]],
+) -> None:
+    _, plain, expected = everything
+    assert len(plain) == 12
+    assert_parity(expected, [p.token_ids for p in plain])
 
 
 @pytest.mark.timeout(300)
