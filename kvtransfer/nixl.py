@@ -77,7 +77,10 @@ class _Agent:
 
     def close(self) -> None:
         """Ends its threads."""
-        self.nixl.deregister_memory(self._registered, backends=["UCX"])
+        try:
+            self.nixl.deregister_memory(self._registered, backends=["UCX"])
+        except self.errors as e:
+            _log.warning("NIXL does not deregister the KV pool, and ends all the same: %r", e)
         self._registered = self.nixl = None
 
 
@@ -109,7 +112,10 @@ class _NixlRead:
         if self._state is ReadState.PENDING:
             self._state = self._ask(self._agent.nixl.check_xfer_state)
         if self._state in (ReadState.DONE, ReadState.FAILED):
-            self._agent.nixl.release_xfer_handle(self._handle)
+            try:
+                self._agent.nixl.release_xfer_handle(self._handle)
+            except self._agent.errors as e:
+                _log.warning("NIXL keeps the handle of a read that has ended: %r", e)
         return self._state
 
     def _ask(self, call: Any) -> ReadState:

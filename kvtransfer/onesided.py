@@ -161,6 +161,23 @@ class OneSidedSink:
     # ---- in the thread -----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        try:
+            self._loop()
+        finally:
+            if not self._ended.done():
+                self._on_crash()
+
+    def _on_crash(self) -> None:
+        """The library failed in a way that is not known: what it has stays in quarantine, all requests are told."""
+        self._closing = True
+        error = TransferError(f"{self._transport} failed; the log has it", reason="SINK_FAILED")
+        self._num_quarantined = sum(p.num_pages for p in self._active)
+        for pull in (*self._waiting, *self._inbox):
+            pull.future.set_exception(error)
+        for pull in self._active:
+            self._tell_late(pull, error)
+
+    def _loop(self) -> None:
         delay_s = POLL_S
         while self._active or self._waiting or self._inbox or not self._closing:
             while self._inbox:
@@ -311,10 +328,14 @@ class OneSidedSink:
         """It is late, also when it had failed before, and cannot end yet."""
         pull.overdue = True
         _log.warning("%d pages wait for %s to end a read: %s", pull.num_pages, self._transport, error.message)
-        if pull.error is None and self._on_overdue is not None:
+        if pull.error is None:
+            self._tell_late(pull, error)
+        pull.fail(error)
+
+    def _tell_late(self, pull: _Pull, error: TransferError) -> None:
+        if self._on_overdue is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
                 pull.loop.call_soon_threadsafe(self._on_overdue, pull.transfer_id, error)
-        pull.fail(error)
 
     def _resolve(self, pull: _Pull) -> None:
         if pull.error is not None:

@@ -335,6 +335,29 @@ def test_sources_that_are_not_used_any_more_are_forgotten(monkeypatch: pytest.Mo
     run(body())
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_library_that_breaks_fails_requests_and_frees_no_page() -> None:
+    async def body() -> None:
+        here, library, told = KvPool(SMALL, NUM_PAGES), ScriptedLibrary(), list[str]()
+        sink = OneSidedSink(here, "scripted", library)
+        sink.on_overdue(lambda transfer_id, error: told.append(error.reason))
+        memory = LocalMemory(here)
+        address = RemotePool("scripted", "a", "", memory.base, NUM_PAGES, SMALL.page_bytes).encode()
+        page = [SourcePageRef(1, 1, 5)]
+        pull = asyncio.create_task(sink.pull(address, b"", "t", page, [2]))
+        await eventually(lambda: len(library.reads) == 1)
+        library.reads[0].poll = None  # type: ignore[assignment]  # calling it is not what a library may do
+        await eventually(lambda: told == ["SINK_FAILED"])
+        assert sink.num_quarantined == 1 and not pull.done()
+        with pytest.raises(TransferError) as e:
+            await sink.pull(address, b"", "t", page, [3])
+        assert e.value.reason == "SINK_CLOSED"
+        sink._active[0].future.set_result(0)  # only the end of the process does this
+        await pull
+
+    run(body())
+
+
 ENDS = st.sampled_from([ReadState.DONE, ReadState.DONE, ReadState.DONE, ReadState.FAILED])
 PULLS = st.lists(st.tuples(st.integers(1, 6), st.one_of(st.none(), st.integers(0, 6))), min_size=1, max_size=8)
 
