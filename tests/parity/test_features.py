@@ -17,7 +17,7 @@ def params(case: Case) -> SamplingParams:
 
 @pytest.fixture(scope="module")
 def everything() -> tuple[list[Completion], list[Completion], list[Reference]]:
-    """All cases and some plain prompts at once, 32 of them: prompts in chunks, and a pool too small: some are swapped."""
+    """32 requests at once, the cases and plain prompts: prompts in chunks, and a pool too small: some are swapped."""
     plain = [r for r in references() if len(r.prompt.token_ids) < 64][: 32 - len(CASES)]
     llm = LLM(
         model=BUILT_IN_MODEL,
