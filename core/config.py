@@ -313,6 +313,17 @@ class WorkerConfig:
         None,
         'how KV pages travel, JSON or a file with it: data planes by preference; default {"transports":["shm","tcp"]}',
     )
+    kv_convert_dtype: bool = option(
+        False,
+        "decode: take KV of prefill workers with another --dtype, rounded to this worker's; tokens may then differ "
+        "from those of a mixed worker",
+    )
+    kv_staging_bytes: int = option(
+        64 << 20,
+        "decode: memory through which KV of another page size or dtype is converted, for each kind of page that comes",
+        unit="bytes",
+        minimum=1,
+    )
     reserve_wait_s: float = option(5.0, "time that a reservation waits for free pages", unit="s", minimum=0)
     pull_idle_s: float = option(2.0, "a pull that receives nothing for this long fails", unit="s", minimum=0.05)
     pull_min_rate: float = option(

@@ -11,6 +11,7 @@ All offsets are in elements unless the name says bytes, and are Python ints (no 
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 
@@ -18,6 +19,9 @@ from pdserve.core.errors import ConfigError, TransferError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_JSON_CHARS = 64 << 10
+PAGE_SIZE, DTYPE = "page_size", "dtype"
+CONVERSIONS = frozenset({PAGE_SIZE, DTYPE})
+"""What this version can convert when KV arrives."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,8 @@ class KVLayout:
             raise TransferError(f"peer sent a KV layout of {len(text)} characters", reason="BAD_LAYOUT")
         try:
             raw = json.loads(text)
+            if type(raw["page_size"]) is not int:
+                raise ValueError(f"page_size is {raw['page_size']!r}")
             groups = tuple(
                 LayerGroup(tuple(g["layers"]), g["num_kv_heads"], g["k_dim"], g["v_dim"]) for g in raw["groups"]
             )
@@ -123,15 +129,43 @@ class KVLayout:
             raise TransferError(f"peer sent a KV layout that cannot be read: {e}", reason="BAD_LAYOUT") from e
 
 
-def incompatibility(ours: KVLayout, theirs: KVLayout) -> str | None:
-    """Says why pages of one layout cannot be copied into the other.
+def incompatibility(ours: KVLayout, theirs: KVLayout, converts: Collection[str] = ()) -> str | None:
+    """Says why KV of one layout cannot be brought into the other.
+
+    Args:
+        ours: Of the worker that says it.
+        theirs: Of its peer.
+        converts: What the pair converts: `PAGE_SIZE`, `DTYPE`; names of a later version mean nothing here.
 
     Returns:
-        A sentence for an operator, or None when pages can be copied byte for byte.
+        A sentence for an operator, or None when pages can be copied, or converted as `converts` allows.
     """
-    for name in ("page_size", "dtype"):
-        if getattr(ours, name) != getattr(theirs, name):
-            return f"{name} differs: {getattr(ours, name)} here, {getattr(theirs, name)} there"
+    if PAGE_SIZE not in converts and ours.page_size != theirs.page_size:
+        return (
+            f"page_size differs: {ours.page_size} here, {theirs.page_size} there, and one of the two is of a version "
+            "that does not convert it"
+        )
+    if DTYPE not in converts and ours.dtype != theirs.dtype:
+        return (
+            f"dtype differs: {ours.dtype} here, {theirs.dtype} there; give both one --dtype, or the decode worker "
+            "--kv-convert-dtype"
+        )
     if ours.groups != theirs.groups:
-        return "KV heads, head dims or layers differ: the workers serve different models or shards"
+        return _difference(ours.groups, theirs.groups) + ": the workers serve different models or shards"
     return None
+
+
+def _difference(ours: Sequence[LayerGroup], theirs: Sequence[LayerGroup]) -> str:
+    """Which number is what on which side."""
+    here, there = (sum(len(g.layers) for g in groups) for groups in (ours, theirs))
+    if here != there:
+        return f"number of layers differs: {here} here, {there} there"
+    by_layer = {layer: g for g in theirs for layer in g.layers}
+    for mine in ours:
+        for layer in mine.layers:
+            if (other := by_layer.get(layer)) is None:
+                return f"layer {layer} is here and not there"
+            for name in ("num_kv_heads", "k_dim", "v_dim"):
+                if getattr(mine, name) != getattr(other, name):
+                    return f"{name} of layer {layer} differs: {getattr(mine, name)} here, {getattr(other, name)} there"
+    return "layers are grouped otherwise"

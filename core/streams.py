@@ -145,6 +145,7 @@ def welcome_message(context: WorkerContext, loaded: LoadedWorker, page_size: int
         num_pages=loaded.num_pages,
         page_size=page_size,
         max_num_seqs=loaded.max_num_seqs,
+        kv_converts=sorted(context.kv_converts),
     )
 
 

@@ -25,6 +25,7 @@ from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.config import ServiceConfig, WorkerConfig
 from pdserve.core.errors import ConfigError, PdserveError, UnavailableError
 from pdserve.core.grpc_server import GrpcServer, Servicers
+from pdserve.core.layout import CONVERSIONS, DTYPE
 from pdserve.core.log import setup_logging
 from pdserve.core.net import advertised_address, format_address
 from pdserve.core.process import StopSignals, announce, ready_line, run_async
@@ -74,6 +75,13 @@ class WorkerContext:
     server: Servicers
     fail: Callable[[PdserveError], None]
     tls: Tls | None = None
+
+    @property
+    def kv_converts(self) -> frozenset[str]:
+        """What may differ between this worker's KV layout and a peer's; see `core.layout.incompatibility`."""
+        if self.role is Role.PREFILL or self.worker.kv_convert_dtype:
+            return CONVERSIONS  # prefill leaves it to decode
+        return CONVERSIONS - {DTYPE}
 
 
 @dataclass(frozen=True, kw_only=True)

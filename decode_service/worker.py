@@ -15,8 +15,10 @@ from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.build import build_engine
 from pdserve.engine.config import EngineConfig
 from pdserve.kvtransfer import negotiation, planes
+from pdserve.kvtransfer.arrival import Stages
 from pdserve.kvtransfer.control_client import MAX_MESSAGE_BYTES, TransferClient
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.transport import PageSink
 
 
 class DecodeWorker:
@@ -53,6 +55,10 @@ class DecodeWorker:
         sinks = await in_own_thread(planes.make_sinks, context.worker, pool, built.identity_digest, context.tls)
         for name in sinks:
             context.metrics.kv_bytes.labels(name)  # shown from the start: rates begin at zero
+
+        def make_sink(transport: str, memory: KvPool) -> PageSink:
+            return planes.make_sinks(context.worker, memory, built.identity_digest, context.tls, [transport])[transport]
+
         transfers = TransferClient(
             worker_id=context.worker_id,
             incarnation=context.incarnation,
@@ -60,6 +66,14 @@ class DecodeWorker:
             layout=built.layout,
             sinks=sinks,
             clock=context.clock,
+            stages=Stages(
+                pool,
+                built.layout,
+                make_sink,
+                context.clock,
+                converts=context.kv_converts,
+                max_bytes=context.worker.kv_staging_bytes,
+            ),
             integrity=context.worker.kv_integrity,
             host_id=negotiation.host_id(),
             open_channel=partial(open_channel, max_message_bytes=MAX_MESSAGE_BYTES, tls=context.tls),

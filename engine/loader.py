@@ -33,6 +33,9 @@ from pdserve.engine.progress import Progress, SilentProgress
 KV_VERSION = 1
 """Raise it when equal models would write other KV than before: workers of both sides must not mix."""
 
+_KV_CLASS = "float32"
+"""All dtypes that decode may convert: the layout names the one. The version before put its own dtype here."""
+
 _KNOWN_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _IDENTITY_CONFIG = (
     "model_type",
@@ -64,7 +67,7 @@ class LoadedModel:
         max_model_len: Positions that the model knows; None when it does not say.
         vocab_size: Rows of the output head.
         eos_token_ids: End-of-sequence tokens.
-        identity: Facts that must be equal on all workers of a pool.
+        identity: Facts that must be equal on all workers of a pool; the dtype is in the layout instead.
     """
 
     model: Any  # transformers' classes are untyped
@@ -153,7 +156,7 @@ def _try_lean(
         max_model_len=spec.max_model_len,
         vocab_size=spec.vocab_size,
         eos_token_ids=spec.eos_token_ids,
-        identity=_identity({name: spec.facts.get(name) for name in _IDENTITY_CONFIG}, dtype, digest),
+        identity=_identity({name: spec.facts.get(name) for name in _IDENTITY_CONFIG}, digest),
     )
 
 
@@ -222,16 +225,16 @@ def prepare_model(model: Any, dtype: str, weights: str) -> LoadedModel:
         max_model_len=_max_model_len(config),
         vocab_size=config.vocab_size,
         eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
-        identity=_identity(facts, dtype, weights),
+        identity=_identity(facts, weights),
     )
 
 
-def _identity(facts: Mapping[str, object], dtype: str, weights: str) -> dict[str, str | int]:
+def _identity(facts: Mapping[str, object], weights: str) -> dict[str, str | int]:
     return {
         "kv_version": KV_VERSION,
         "weights": weights,
         "attention": json.dumps(facts, sort_keys=True, default=str),
-        "kv_dtype": dtype,
+        "kv_dtype": _KV_CLASS,
     }
 
 

@@ -12,7 +12,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import grpc.aio
@@ -21,17 +21,16 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
 from pdserve.core.grpc_server import channel_options
 from pdserve.core.layout import KVLayout
-from pdserve.kvtransfer import handoff, negotiation
-from pdserve.kvtransfer.control_messages import OUTCOMES, stream_error
+from pdserve.kvtransfer import handoff, welcome
+from pdserve.kvtransfer.arrival import Arrival, Inlet, Stages, open_inlet
+from pdserve.kvtransfer.control_messages import OUTCOMES, facts_of, stream_error
 from pdserve.kvtransfer.handoff import SinkTransfer, TransferState
-from pdserve.kvtransfer.negotiation import OLDEST_VERSION, PROTOCOL_VERSION
+from pdserve.kvtransfer.negotiation import PROTOCOL_VERSION
 from pdserve.kvtransfer.transport import PageSink, QuarantiningSink, SourcePageRef
-from pdserve.kvtransfer.wire import TOKEN_BYTES
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
-INTEGRITY_MODES = ("host", "none")
 MAX_MESSAGE_BYTES = 16 << 20  # a watermark names its pages in about 20 bytes each
 MIN_RENEWAL_S = 0.05
 OUTCOME_OF_STATE = {state: outcome for outcome, state in OUTCOMES.items()}
@@ -88,10 +87,12 @@ class IncomingTransfer:
         destinations: Sequence[int],
         stream: _ControlStream,
         clock: Clock,
+        request_id: str,
     ) -> None:
         self.transfer_id = transfer_id
         self._transfer, self._destinations = transfer, tuple(destinations)
-        self._stream, self._clock = stream, clock
+        self._stream, self._clock, self._request_id = stream, clock, request_id
+        self._arrival: Arrival | None = None
         self._pull: asyncio.Task[handoff.PullEnded] | None = None
         self._done = asyncio.get_running_loop().create_future()
         self._decided = asyncio.get_running_loop().create_future()
@@ -152,8 +153,23 @@ class IncomingTransfer:
         self._feed(handoff.Ended(TransferState.ABORTED, reason))
         await asyncio.shield(self._done)
 
+    def opening(self) -> pb.OpenTransfer:
+        """Its first message."""
+        cached = self._arriving().num_cached_pages
+        return pb.OpenTransfer(transfer_id=self.transfer_id, num_cached_pages=cached, request_id=self._request_id)
+
+    def _arriving(self) -> Arrival:
+        """Prefill's layout is known; from the first call on, everything counts in prefill's pages."""
+        if self._arrival is None:
+            t, inlet = self._transfer, self._stream.inlet
+            assert inlet is not None  # set with the welcome
+            self._arrival = a = inlet.arrival(self._destinations, t.num_cached_pages, t.num_tokens)
+            self._transfer = replace(t, num_pages=a.num_pages, num_cached_pages=a.num_cached_pages)
+        return self._arrival
+
     def on_message(self, message: pb.ControlResponse) -> None:
         """A message of prefill for this transfer."""
+        self._arriving()
         match message.WhichOneof("message"):
             case "watermark":
                 pages = tuple(SourcePageRef(p.page_id, p.generation, p.checksum) for p in message.watermark.pages)
@@ -162,11 +178,7 @@ class IncomingTransfer:
                 else:
                     self._feed(handoff.PagesFinal(message.watermark.first_page, pages))
             case "manifest":
-                m = message.manifest
-                facts = handoff.ManifestFacts(
-                    m.num_pages, m.num_tokens, m.token_id, m.index, m.prompt_digest, m.finished
-                )
-                self._feed(handoff.Computed(facts))
+                self._feed(handoff.Computed(facts_of(message.manifest)))
             case "closed":
                 self._feed(handoff.Ended(TransferState.FAILED, message.closed.reason or "CLOSED", by_peer=True))
 
@@ -201,12 +213,11 @@ class IncomingTransfer:
             self._decided.set_result(None)
 
     async def _run_pull(self, action: handoff.Pull) -> handoff.PullEnded:
-        welcome, sink = self._stream.welcome, self._stream.sink
-        assert welcome is not None and sink is not None
-        destinations = self._destinations[action.position : action.position + len(action.pages)]
+        said = self._stream.welcome
+        assert said is not None
         try:
-            num_bytes = await sink.pull(
-                welcome.data_address, welcome.data_token, self.transfer_id, action.pages, destinations
+            num_bytes = await self._arriving().pull(
+                said.data_address, said.data_token, self.transfer_id, action.position, action.pages
             )
         except TransferError as e:
             self._message = self._message or e.message
@@ -230,12 +241,12 @@ class _ControlStream:
     def __init__(self, client: TransferClient, peer: TransferPeer) -> None:
         self.peer = peer
         self.welcome: pb.TransferWelcome | None = None
-        self.transport = ""  # set with the welcome, as the sink is
-        self.sink: PageSink | None = None
+        self.transport = ""  # set with the welcome, as the inlet is
+        self.inlet: Inlet | None = None
         self.transfers: dict[str, IncomingTransfer] = {}
         self.num_late = 0
         self._client = client
-        self._outbox: asyncio.Queue[pb.ControlRequest] = asyncio.Queue()
+        self._outbox: asyncio.Queue[pb.ControlRequest | IncomingTransfer] = asyncio.Queue()
         self.task = asyncio.get_running_loop().create_task(self._run())
 
     @property
@@ -243,8 +254,8 @@ class _ControlStream:
         """Every page comes with a checksum."""
         return self.welcome is not None and self.welcome.integrity == "host"
 
-    def send(self, message: pb.ControlRequest) -> None:
-        """Queues a message; what is queued before the welcome goes out after it."""
+    def send(self, message: pb.ControlRequest | IncomingTransfer) -> None:
+        """Queues a message, or a transfer to open; what is queued before the welcome goes out after it."""
         self._outbox.put_nowait(message)
 
     def forget(self, transfer_id: str) -> None:
@@ -282,13 +293,14 @@ class _ControlStream:
                     expected_incarnation=self.peer.incarnation,
                     transports=list(client.sinks),
                     host_id=client.host_id,
+                    kv_converts=sorted(client.stages.converts) if client.stages else (),
                 )
                 await client.clock.wait_for(call.write(pb.ControlRequest(hello=hello)), client.connect_timeout_s)
                 first = await self._read(call, client.connect_timeout_s)
                 if first.WhichOneof("message") != "welcome":
                     raise TransferError("prefill did not begin with a welcome", reason="BAD_WELCOME")
-                self._check(first.welcome)
-                self.transport, self.sink = self._plane_of(first.welcome)
+                welcome.check(first.welcome, self.peer.worker_id, client.integrity)
+                await self._open_inlet(first.welcome)
                 self.welcome = first.welcome
                 reading = asyncio.create_task(self._listen(call))
                 tasks = [reading, asyncio.create_task(self._write(call)), asyncio.create_task(self._renew())]
@@ -308,37 +320,15 @@ class _ControlStream:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
                 call.cancel()
+                if self.inlet is not None:
+                    self.inlet.close()
 
-    def _check(self, welcome: pb.TransferWelcome) -> None:
-        if not OLDEST_VERSION <= welcome.protocol_version <= PROTOCOL_VERSION:
-            raise TransferError(
-                f"prefill worker {self.peer.worker_id} wants to speak version {welcome.protocol_version}; versions "
-                f"{OLDEST_VERSION} to {PROTOCOL_VERSION} are spoken here",
-                reason="PROTOCOL_VERSION",
-                status="FAILED_PRECONDITION",
-            )
-        if welcome.integrity not in INTEGRITY_MODES or not welcome.lease_ms or len(welcome.data_token) != TOKEN_BYTES:
-            sizes = f"lease of {welcome.lease_ms} ms, token of {len(welcome.data_token)} bytes"
-            raise TransferError(f"prefill offers integrity {welcome.integrity!r}, {sizes}", reason="BAD_WELCOME")
-        if self._client.integrity == "host" and welcome.integrity != "host":
-            raise TransferError(
-                f"prefill worker {self.peer.worker_id} sends no page checksums and this worker wants them: start both "
-                "with the same --kv-integrity",
-                reason="INTEGRITY",
-                status="FAILED_PRECONDITION",
-            )
-
-    def _plane_of(self, welcome: pb.TransferWelcome) -> tuple[str, PageSink]:
-        name, sinks = welcome.transport or negotiation.BEFORE_NEGOTIATION, self._client.sinks
-        if name not in sinks:
-            raise TransferError(
-                f"prefill worker {self.peer.worker_id} sends pages over {name[:32]!r}; this worker has "
-                f"{', '.join(sinks)}",
-                reason="TRANSPORT",
-                status="FAILED_PRECONDITION",
-            )
+    async def _open_inlet(self, first: pb.TransferWelcome) -> None:
+        client = self._client
+        self.transport = name = welcome.plane_of(first, self.peer.worker_id, client.sinks)
+        theirs = KVLayout.from_json(first.layout)
+        self.inlet = await open_inlet(name, client.sinks[name], client.stages, client.layout, theirs)
         log.info("pages of prefill worker %s come over %s", self.peer.worker_id, name)
-        return name, sinks[name]
 
     async def _read(self, call: ControlCall, timeout_s: float) -> pb.ControlResponse:
         message = await self._client.clock.wait_for(call.read(), timeout_s)
@@ -354,7 +344,10 @@ class _ControlStream:
         """Sends what is queued; when the call died, the reader sees it and ends the stream."""
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while True:
-                await call.write(await self._outbox.get())
+                message = await self._outbox.get()
+                if isinstance(message, IncomingTransfer):
+                    message = pb.ControlRequest(open=message.opening())
+                await call.write(message)
 
     async def _renew(self) -> None:
         assert self.welcome is not None
@@ -384,6 +377,7 @@ class TransferClient:
         layout: This pool's layout.
         sinks: Data planes into this pool by name, most wanted first; closed by `close`.
         clock: Time.
+        stages: For peers whose layout is another; closed by `close`. None: those are refused.
         integrity: "host": only pages with checksums are taken; "none": prefill decides.
         host_id: See `negotiation.host_id`; empty: no plane within the host.
         open_channel: Makes a gRPC channel to host:port; None: a plain one.
@@ -400,6 +394,7 @@ class TransferClient:
         layout: KVLayout,
         sinks: Mapping[str, PageSink],
         clock: Clock,
+        stages: Stages | None = None,
         integrity: str = "host",
         host_id: str = "",
         open_channel: Callable[[str], grpc.aio.Channel] | None = None,
@@ -411,17 +406,21 @@ class TransferClient:
         self.open_channel = open_channel or _plain_channel
         self.connect_timeout_s, self.peer_timeout_s = connect_timeout_s, peer_timeout_s
         self.sinks, self.host_id = dict(sinks), host_id
+        self.stages = stages
         self._streams: dict[tuple[str, str], _ControlStream] = {}
         self._transfers: dict[str, IncomingTransfer] = {}
         self._quarantining = [s for s in self.sinks.values() if isinstance(s, QuarantiningSink)]
         for sink in self._quarantining:
             sink.on_overdue(self._on_overdue)
+        if stages is not None:
+            stages.on_overdue(self._on_overdue)
         self._closed = False
 
     @property
     def num_quarantined(self) -> int:
         """Pages of failed transfers into which something may still write; callable from any thread."""
-        return sum(sink.num_quarantined for sink in self._quarantining)
+        in_pool = sum(sink.num_quarantined for sink in self._quarantining)
+        return in_pool + (self.stages.num_quarantined if self.stages else 0)
 
     @property
     def num_open(self) -> int:
@@ -462,10 +461,9 @@ class TransferClient:
         if stream is None:
             stream = self._streams[key] = _ControlStream(self, peer)
         state = SinkTransfer(len(destinations), num_cached_pages, expected_num_tokens, expected_digest)
-        transfer = IncomingTransfer(transfer_id, state, destinations, stream, self.clock)
+        transfer = IncomingTransfer(transfer_id, state, destinations, stream, self.clock, request_id)
         stream.transfers[transfer_id] = self._transfers[transfer_id] = transfer
-        opening = pb.OpenTransfer(transfer_id=transfer_id, num_cached_pages=num_cached_pages, request_id=request_id)
-        stream.send(pb.ControlRequest(open=opening))
+        stream.send(transfer)
         return transfer
 
     def forget(self, transfer_id: str) -> None:
@@ -494,6 +492,8 @@ class TransferClient:
         self._streams.clear()
         for sink in self.sinks.values():
             await sink.close()
+        if self.stages is not None:
+            await self.stages.close()
 
 
 def _plain_channel(address: str) -> grpc.aio.Channel:

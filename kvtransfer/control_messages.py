@@ -58,3 +58,9 @@ def stream_error(worker_id: str, address: str, error: grpc.aio.AioRpcError) -> T
     told = error_from_rpc(error).reason
     reason = told if told in ("TLS_FAILED", "NOT_A_MEMBER") else "PEER_LOST"
     return TransferError(f"lost prefill worker {worker_id} at {address}: {error.code().name} {details}", reason=reason)
+
+
+def facts_of(manifest: pb.Manifest) -> handoff.ManifestFacts:
+    """What prefill says of a computed prompt."""
+    m = manifest
+    return handoff.ManifestFacts(m.num_pages, m.num_tokens, m.token_id, m.index, m.prompt_digest, m.finished)

@@ -304,9 +304,9 @@ class TransferServer(rpc.KvTransferServicer):
         if hello.expected_incarnation != self._incarnation:
             return "INCARNATION", f"this process is {self._incarnation}, not {hello.expected_incarnation}"
         if hello.identity_digest != self._identity_digest:
-            return "IDENTITY", "model, weights, attention config or KV dtype differ: start both with the same --model"
+            return "IDENTITY", "model, weights or attention config differ: start both with the same --model"
         try:
-            reason = incompatibility(self._layout, KVLayout.from_json(hello.layout))
+            reason = incompatibility(self._layout, KVLayout.from_json(hello.layout), hello.kv_converts)
         except TransferError as e:
             return e.reason, e.message
         return ("LAYOUT", reason) if reason else None

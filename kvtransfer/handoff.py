@@ -360,8 +360,8 @@ class SinkTransfer:
     """One transfer on the decode side.
 
     Attributes:
-        num_pages: Pages of the prompt, cached ones included.
-        num_cached_pages: Leading pages that are here already.
+        num_pages: Pages of the prompt at the source, cached ones included.
+        num_cached_pages: Leading ones of them of which every token is here already.
         num_tokens: Tokens that the manifest must name.
         prompt_digest: Digest that the manifest must carry.
         state: Where it is.

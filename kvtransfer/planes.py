@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pdserve.core.config import WorkerConfig
 from pdserve.core.errors import ConfigError
@@ -88,7 +88,13 @@ def make_sources(
     return sources
 
 
-def make_sinks(config: WorkerConfig, pool: KvPool, identity_digest: bytes, tls: Tls | None) -> dict[str, PageSink]:
+def make_sinks(
+    config: WorkerConfig,
+    pool: KvPool,
+    identity_digest: bytes,
+    tls: Tls | None,
+    names: Sequence[str] | None = None,
+) -> dict[str, PageSink]:
     """Makes what pulls into a pool.
 
     Args:
@@ -96,6 +102,7 @@ def make_sinks(config: WorkerConfig, pool: KvPool, identity_digest: bytes, tls: 
         pool: What is written.
         identity_digest: Sources must have the same.
         tls: As for `make_sources`.
+        names: Planes; None: those of the configuration.
 
     Returns:
         Sinks by plane, most wanted first; `TransferClient.close` closes them.
@@ -118,7 +125,7 @@ def make_sinks(config: WorkerConfig, pool: KvPool, identity_digest: bytes, tls: 
             mooncake.MooncakeLibrary(pool, host=moon.host or "127.0.0.1", protocol=moon.protocol, devices=moon.devices),
         ),
     }
-    return {name: makers[name]() for name in config.kv_transfer.transports}
+    return {name: makers[name]() for name in names or config.kv_transfer.transports}
 
 
 def close_sources(sources: Mapping[str, PageSource]) -> None:

@@ -269,6 +269,7 @@ class GrpcWorkerClient:
             vocab_size=w.vocab_size,
             num_pages=w.num_pages,
             max_num_seqs=w.max_num_seqs,
+            kv_converts=frozenset(w.kv_converts),
         )
 
     def _dispatch(self, message: worker_pb2.SessionResponse) -> None:

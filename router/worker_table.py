@@ -5,9 +5,11 @@ a live one is never removed because the registry is empty or slow. Which workers
 history, so that all routers decide the same:
 
 1. Workers of another model than the router's are incompatible.
-2. Of the rest, one identity digest wins: the pool that can serve (has a MIXED worker, or PREFILL and DECODE) before one
-   that cannot, then the one with more workers, then the smaller digest. Workers of other digests are incompatible.
-3. A prefill and a decode worker pair only if their KV layouts agree; one that agrees with no peer is incompatible.
+2. Of the rest, one identity digest and one dtype win: the pool that can serve (has a MIXED worker, or PREFILL and
+   DECODE) before one that cannot, then the one with more workers, then the smaller digest. Workers of other digests are
+   incompatible, and those of other dtypes but for decode workers that convert.
+3. A prefill and a decode worker pair only if their KV layouts agree but for what both say may be converted; one that
+   fits no peer is incompatible.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from pdserve.core.layout import KVLayout, incompatibility
+from pdserve.core.layout import DTYPE, KVLayout, incompatibility
 from pdserve.core.request import Role
 
 
@@ -52,6 +54,7 @@ class WorkerFacts:
         vocab_size: Size of the vocabulary.
         num_pages: Pages in all.
         max_num_seqs: Sequences that may run at once.
+        kv_converts: What may differ between its KV layout and a peer's, if the peer says so too.
     """
 
     worker_id: str
@@ -65,6 +68,7 @@ class WorkerFacts:
     vocab_size: int
     num_pages: int
     max_num_seqs: int
+    kv_converts: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +279,8 @@ class WorkerTable:
 
 
 def can_pair(prefill: WorkerFacts, decode: WorkerFacts) -> bool:
-    """True when pages of `prefill` can be copied into those of `decode`."""
-    return prefill.identity_digest == decode.identity_digest and incompatibility(decode.layout, prefill.layout) is None
+    """True when KV of `prefill` can be brought into the pages of `decode`."""
+    return prefill.identity_digest == decode.identity_digest and _misfit(decode, prefill) is None
 
 
 def incompatibilities(model: str, workers: list[WorkerFacts]) -> dict[str, str]:
@@ -287,30 +291,41 @@ def incompatibilities(model: str, workers: list[WorkerFacts]) -> dict[str, str]:
     ours = [f for f in workers if f.model == model]
     if not ours:
         return faults
-    winner = _winning_digest(ours)
+    winner, dtype = _winning_pool(ours)
     for f in ours:
         if f.identity_digest != winner:
             faults[f.worker_id] = (
                 f"identity digest {f.identity_digest.hex()[:12]} differs from the pool's {winner.hex()[:12]} "
-                "(other weights, dtype or attention config)"
+                "(other weights or attention config)"
             )
-    pool = [f for f in ours if f.identity_digest == winner]
+        elif not _belongs(f, winner, dtype):
+            faults[f.worker_id] = (
+                f"dtype is {f.layout.dtype}, the pool's is {dtype}; give all workers one --dtype, or a decode worker "
+                "--kv-convert-dtype"
+            )
+    pool = [f for f in ours if f.worker_id not in faults]
     for f in pool:
         peers = [p for p in pool if {p.role, f.role} == {Role.PREFILL, Role.DECODE}]
-        reasons = [incompatibility(f.layout, p.layout) for p in peers]
+        reasons = [_misfit(f, p) for p in peers]
         if reasons and None not in reasons:
             faults[f.worker_id] = f"KV layout fits no {peers[0].role} worker: {reasons[0]}"
     return faults
 
 
-def _winning_digest(workers: list[WorkerFacts]) -> bytes:
-    by_digest: dict[bytes, list[WorkerFacts]] = {}
-    for f in workers:
-        by_digest.setdefault(f.identity_digest, []).append(f)
+def _misfit(f: WorkerFacts, peer: WorkerFacts) -> str | None:
+    return incompatibility(f.layout, peer.layout, f.kv_converts & peer.kv_converts)
 
-    def rank(digest: bytes) -> tuple[bool, int, bytes]:
-        roles = {f.role for f in by_digest[digest]}
+
+def _belongs(f: WorkerFacts, digest: bytes, dtype: str) -> bool:
+    converts = f.role is Role.DECODE and DTYPE in f.kv_converts
+    return f.identity_digest == digest and (f.layout.dtype == dtype or converts)
+
+
+def _winning_pool(workers: list[WorkerFacts]) -> tuple[bytes, str]:
+    def rank(pool: tuple[bytes, str]) -> tuple[bool, int, bytes, str]:
+        members = [f for f in workers if _belongs(f, *pool)]
+        roles = {f.role for f in members}
         serves = Role.MIXED in roles or {Role.PREFILL, Role.DECODE} <= roles
-        return (not serves, -len(by_digest[digest]), digest)
+        return (not serves, -len(members), *pool)
 
-    return min(by_digest, key=rank)
+    return min({(f.identity_digest, f.layout.dtype) for f in workers}, key=rank)

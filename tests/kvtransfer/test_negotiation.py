@@ -17,7 +17,7 @@ from pdserve.kvtransfer.transport import SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
-from .world import PROMPT_DIGEST, Ref, hello, run, world
+from .world import PROMPT_DIGEST, SMALL, Ref, hello, run, world
 
 
 @pytest.mark.parametrize(
@@ -145,6 +145,7 @@ def test_what_a_prefill_worker_chose_must_be_here(transport: str, reason: str | 
                 data_token=token,
                 lease_ms=1000,
                 integrity="none",
+                layout=SMALL.to_json(),
                 transport=transport,
             )
             pages = [pb.SourcePage(page_id=3, generation=1)]

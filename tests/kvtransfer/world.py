@@ -15,6 +15,7 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.grpc_server import ErrorInterceptor, open_channel
 from pdserve.core.layout import KVLayout
 from pdserve.core.tls import Tls
+from pdserve.kvtransfer.arrival import Stages
 from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, TransferPeer
 from pdserve.kvtransfer.control_server import TransferServer
 from pdserve.kvtransfer.handoff import TransferState
@@ -143,6 +144,7 @@ async def world(
     wanted: Sequence[str] = ("tcp",),
     decode_host_id: str = HOST_ID,
     sink_of: Callable[[KvPool], PageSink] | None = None,
+    stages_of: Callable[[KvPool], Stages] | None = None,
     source_of: Callable[[KvPool], PageSource] | None = None,
     listener_of: Callable[[KvPool], Listener] | None = None,
     peer_timeout_s: float = 3.0,
@@ -151,7 +153,7 @@ async def world(
     decode_tls: Tls | None = None,
     **server_options: Any,
 ) -> AsyncIterator[World]:
-    prefill, decode = KvPool(layout, num_pages), KvPool(layout, num_pages)
+    prefill, decode = KvPool(layout, num_pages), KvPool(decode_layout or layout, num_pages)
     fill(prefill)
     sources = {name: source_of(prefill) if source_of else source_over(name, prefill, prefill_tls) for name in offered}
     listener = listener_of(prefill) if listener_of else Listener()
@@ -185,6 +187,7 @@ async def world(
         layout=decode_layout or layout,
         sinks=sinks,
         host_id=decode_host_id,
+        stages=stages_of(decode) if stages_of else None,
         clock=MonotonicClock(),
         integrity=decode_integrity,
         open_channel=partial(open_channel, max_message_bytes=16 << 20, tls=decode_tls),

@@ -25,6 +25,7 @@ PURE = [
     "engine/page_pool.py",
     "engine/prefix_cache.py",
     "engine/step.py",
+    "kvtransfer/convert.py",
     "kvtransfer/handoff.py",
     "router/policy.py",
     "router/worker_table.py",

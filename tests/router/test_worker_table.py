@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pdserve.core.layout import KVLayout
+from pdserve.core.layout import CONVERSIONS, DTYPE, PAGE_SIZE, KVLayout
 from pdserve.core.request import Role
 from pdserve.router.worker_table import (
     Limits,
@@ -18,10 +18,11 @@ from pdserve.router.worker_table import (
 )
 
 MODEL = "m"
+SIZES = frozenset({PAGE_SIZE})
 
 
-def layout(page_size: int = 16) -> KVLayout:
-    return KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, page_size=page_size, dtype="float32")
+def layout(page_size: int = 16, dtype: str = "float32") -> KVLayout:
+    return KVLayout.uniform(num_layers=2, num_kv_heads=1, head_dim=4, page_size=page_size, dtype=dtype)
 
 
 def facts(
@@ -30,6 +31,8 @@ def facts(
     *,
     digest: bytes = b"a" * 32,
     page_size: int = 16,
+    dtype: str = "float32",
+    converts: frozenset[str] = frozenset(),
     model: str = MODEL,
     max_model_len: int = 128,
     num_pages: int = 64,
@@ -41,11 +44,12 @@ def facts(
         address=f"{worker_id}:1",
         model=model,
         identity_digest=digest,
-        layout=layout(page_size),
+        layout=layout(page_size, dtype),
         max_model_len=max_model_len,
         vocab_size=100,
         num_pages=num_pages,
         max_num_seqs=8,
+        kv_converts=converts,
     )
 
 
@@ -90,6 +94,35 @@ def test_layout_that_fits_no_peer_is_named_and_never_paired() -> None:
     assert "page_size differs" in state(t, "d1")
     assert state(t, "p0") == state(t, "d0") == "ready"
     assert not can_pair(facts("p0", Role.PREFILL), facts("d1", Role.DECODE, page_size=32))
+
+
+def test_page_sizes_differ_where_both_say_that_decode_converts() -> None:
+    p, d = facts("p0", Role.PREFILL, converts=CONVERSIONS), facts("d0", Role.DECODE, page_size=32, converts=SIZES)
+    assert can_pair(p, d)
+    t = table(p, d)
+    assert state(t, "p0") == state(t, "d0") == "ready"
+    before = facts("p0", Role.PREFILL)  # a prefill worker of the version before would refuse it
+    assert not can_pair(before, d)
+    assert "page_size differs: 16 here, 32 there" in state(table(before, d), "p0")
+
+
+def test_a_dtype_wins_and_only_decode_workers_that_convert_may_have_another() -> None:
+    workers = [
+        facts("p0", Role.PREFILL, converts=CONVERSIONS),
+        facts("d0", Role.DECODE, dtype="bfloat16", converts=SIZES),
+        facts("d1", Role.DECODE, dtype="bfloat16", converts=CONVERSIONS),
+        facts("m0", Role.MIXED, dtype="bfloat16", converts=CONVERSIONS),
+        facts("m1", Role.MIXED),
+        facts("m2", Role.MIXED),
+    ]
+    t = table(*workers)
+    assert [state(t, w) for w in ("p0", "d1", "m1")] == ["ready"] * 3
+    for name in ("d0", "m0"):
+        assert "dtype is bfloat16, the pool's is float32" in state(t, name) and "--kv-convert-dtype" in state(t, name)
+    assert can_pair(workers[0], workers[2]) and not can_pair(workers[0], workers[1])
+    for name in ("p0", "m1", "m2"):
+        t.disconnected(name)
+    assert [state(t, w) for w in ("d0", "d1", "m0")] == ["ready"] * 3, "now all are of one dtype"
 
 
 def test_registry_never_removes_a_live_worker() -> None:
@@ -143,6 +176,8 @@ worker = st.builds(
     st.sampled_from(list(Role)),
     digest=st.sampled_from([b"a" * 32, b"b" * 32]),
     page_size=st.sampled_from([16, 32]),
+    dtype=st.sampled_from(["float32", "float32", "bfloat16"]),
+    converts=st.sampled_from([frozenset[str](), SIZES, CONVERSIONS]),
     model=st.sampled_from([MODEL, MODEL, "other"]),
 )
 
@@ -155,6 +190,7 @@ def test_one_pool_whatever_the_order(orders: tuple[list[WorkerFacts], list[Worke
     good = [f for f in workers if f.worker_id not in faults]
     assert len({f.identity_digest for f in good}) <= 1
     assert all(f.model == MODEL for f in good)
+    assert len({f.layout.dtype for f in good if f.role is not Role.DECODE or DTYPE not in f.kv_converts}) <= 1
     prefills = [f for f in good if f.role is Role.PREFILL]
     decodes = [f for f in good if f.role is Role.DECODE]
     if prefills and decodes:  # nobody is left without a partner

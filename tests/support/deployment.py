@@ -6,7 +6,7 @@ import re
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -124,13 +124,14 @@ def deploy(
     router_flags: Sequence[str] = (),
     env: dict[str, str] | None = None,
     common_flags: Sequence[str] = (),
+    worker_flags: Mapping[str, Sequence[str]] | None = None,
 ) -> Iterator[Deployment]:
-    """Starts a deployment, yields it ready, and drains it."""
+    """Starts a deployment, yields it ready, and drains it; `worker_flags` are flags of single workers, by name."""
     with redis_server() as redis_url:
         deployment = Deployment(directory, redis_url, model, flags, router_flags, env, common_flags)
         try:
             for name in workers:
-                deployment.start_worker(name)
+                deployment.start_worker(name, *(worker_flags or {}).get(name, ()))
             deployment.start_router()
             deployment.wait_ready()
             yield deployment

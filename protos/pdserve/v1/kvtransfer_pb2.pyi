@@ -45,7 +45,7 @@ class ControlResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[TransferWelcome, _Mapping]] = ..., watermark: _Optional[_Union[Watermark, _Mapping]] = ..., manifest: _Optional[_Union[Manifest, _Mapping]] = ..., closed: _Optional[_Union[TransferClosed, _Mapping]] = ..., heartbeat: _Optional[_Union[TransferHeartbeat, _Mapping]] = ...) -> None: ...
 
 class TransferHello(_message.Message):
-    __slots__ = ("protocol_version", "worker_id", "incarnation", "identity_digest", "layout", "expected_incarnation", "transports", "host_id")
+    __slots__ = ("protocol_version", "worker_id", "incarnation", "identity_digest", "layout", "expected_incarnation", "transports", "host_id", "kv_converts")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class TransferHello(_message.Message):
     EXPECTED_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_CONVERTS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     worker_id: str
     incarnation: str
@@ -62,7 +63,8 @@ class TransferHello(_message.Message):
     expected_incarnation: str
     transports: _containers.RepeatedScalarFieldContainer[str]
     host_id: str
-    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., layout: _Optional[str] = ..., expected_incarnation: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ...) -> None: ...
+    kv_converts: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., layout: _Optional[str] = ..., expected_incarnation: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., kv_converts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TransferWelcome(_message.Message):
     __slots__ = ("protocol_version", "incarnation", "data_address", "data_token", "lease_ms", "integrity", "layout", "transport")
