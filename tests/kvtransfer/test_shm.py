@@ -392,7 +392,7 @@ def test_where_memory_cannot_be_sealed_shm_is_refused_by_name(monkeypatch: pytes
     pool, before = KvPool(SMALL, 2), num_descriptors()
     with pytest.raises(ConfigError, match=r"--kv-transfer-config.*leave it out"):
         ShmPageSource(pool, DIGEST)
-    assert num_descriptors() == before
+    assert num_descriptors() <= before
     pool.close()
 
 
@@ -448,7 +448,7 @@ def test_a_source_that_shows_something_else_is_a_typed_error() -> None:
                     assert await reason_of(p.sink.pull(address, p.token, "t", page, [0])) == reason, (fds, reason)
                 await eventually(lambda: p.sink.num_links == 0)
                 before = before or num_descriptors()
-                assert num_descriptors() == before, reason
+                assert num_descriptors() <= before, reason  # other tests may have left some that end now
             for fd in (good, table, open_ended, *pipe):
                 os.close(fd)
 
