@@ -50,7 +50,7 @@ def staged(side: Side, sink: PageSink, memory: KvPool, pool: KvPool, threads: Th
     return Stage(memory, sink, side.shard, pool, pool.layout, MonotonicClock(), threads)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(layer_groups(), st.data())
 def test_any_layout_arrives_as_if_it_had_been_computed_here(
     groups: tuple[LayerGroup, ...], data: st.DataObject

@@ -33,7 +33,7 @@ async def ask_all(address: str, expected: list[Reference]) -> list[tuple[int, ..
 @pytest.mark.parametrize(("prefill", "decode"), [(16, 32), pytest.param(32, 16, marks=pytest.mark.slow)])
 def test_greedy_equals_generate(prefill: int, decode: int, tmp_path: Path) -> None:
     """Every prompt twice: the second time both sides have some of its pages, in their own sizes."""
-    expected = some_references()[::2]
+    expected = some_references()[::4]
     flags = {"prefill-0": ["--page-size", str(prefill)], "decode-0": ["--page-size", str(decode)]}
     model = str(resolve_model(BUILT_IN_MODEL))
     with deploy(tmp_path, model, WORKERS, ENGINE, worker_flags=flags) as running:
