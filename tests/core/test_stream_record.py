@@ -32,6 +32,7 @@ class Pulled:
     transfer_s: float = 3.0
     hidden_s: float = 2.0
     num_pages: int = 4
+    transport: str = "tcp"
 
 
 class Seen:

@@ -186,13 +186,13 @@ def test_corrupt_model_file(service: str, tmp_path: Path) -> None:
 def test_workers_of_different_models(tmp_path: Path) -> None:
     """A worker with another identity is shown as incompatible and never paired; the others go on serving."""
     with deploy(tmp_path, "fake") as running, running.client() as client:
-        running.start_worker("decode-odd", "--page-size", "32").wait_ready(60)
+        running.start_worker("decode-odd", "--served-model-name", "other").wait_ready(60)
         from tests.support.deployment import wait_until
 
         def states() -> dict[str, str]:
             return {w.worker_id: w.state for m in client.models() for w in m.workers}
 
         wait_until(lambda: "incompatible" in states().get("decode-odd", ""), 20, "the odd worker to be refused")
-        assert "page" in states()["decode-odd"]
+        assert "other" in states()["decode-odd"]
         for _ in range(8):
             assert len(client.generate(prompt_token_ids=[1, 2, 3], max_tokens=3).token_ids) == 3
