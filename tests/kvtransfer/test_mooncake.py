@@ -12,6 +12,7 @@ from tests.support.own_process import run_cases
 from tests.support.tools import missing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cases", ["tests/kvtransfer/onesided_cases.py", "tests/services/one_sided_cases.py"])
 def test_mooncake_moves_pages_and_keeps_what_it_may_still_write(cases: str) -> None:
     if not importlib.util.find_spec("mooncake"):
