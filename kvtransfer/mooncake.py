@@ -17,8 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from pdserve.core.errors import ConfigError
-from pdserve.kvtransfer.library import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
 from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
 
 NAME = "mooncake"
 MAX_OUTSTANDING = 8

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdserve.core.errors import ConfigError, TransferError
-from pdserve.kvtransfer.library import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
 from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
 
 NAME = "nixl"
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")

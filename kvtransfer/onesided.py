@@ -26,8 +26,8 @@ from concurrent.futures import Future
 import xxhash
 
 from pdserve.core.errors import TransferError
-from pdserve.kvtransfer.library import Library, LocalMemory, Read, ReadState, RemotePool, Run
 from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.remote_reads import Library, LocalMemory, Read, ReadState, RemotePool, Run
 from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 
 MAX_PER_PEER = 4

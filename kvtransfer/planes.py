@@ -10,9 +10,9 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.net import advertised_address
 from pdserve.core.tls import Tls
 from pdserve.kvtransfer import mooncake, nixl
-from pdserve.kvtransfer.library import Library
 from pdserve.kvtransfer.onesided import OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.remote_reads import Library
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import PageSink, PageSource

@@ -20,9 +20,9 @@ import xxhash
 
 from pdserve.core.errors import TransferError
 from pdserve.kvtransfer import mooncake, nixl, onesided
-from pdserve.kvtransfer.library import Library, Read, RemotePool, Run
 from pdserve.kvtransfer.onesided import OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.remote_reads import Library, Read, RemotePool, Run
 from pdserve.kvtransfer.transport import SourcePageRef
 
 from .world import LAYOUT, eventually, fill, run
@@ -40,7 +40,7 @@ class Plane:
     options: tuple[tuple[str, str], ...]
     stalls: bool  # a stopped source holds reads up
 
-    def library(self, memory: KvPool) -> Library:
+    def make(self, memory: KvPool) -> Library:
         options = dict(self.options)
         if self.transport == nixl.NAME:
             return nixl.NixlLibrary(memory, options)
@@ -112,7 +112,7 @@ class Gate:
     """A library that holds the sink's thread before it gives on its read number `at`."""
 
     def __init__(self, library: Library) -> None:
-        self.library, self.at, self.count = library, -1, 0
+        self.gated, self.at, self.count = library, -1, 0
         self.reached, self.open = threading.Event(), threading.Event()
 
     def begin(self, source: RemotePool, runs: Sequence[Run]) -> Read:
@@ -120,13 +120,13 @@ class Gate:
             self.reached.set()
             assert self.open.wait(60)
         self.count += 1
-        return self.library.begin(source, runs)
+        return self.gated.begin(source, runs)
 
     def forget(self, source: RemotePool) -> None:
-        self.library.forget(source)
+        self.gated.forget(source)
 
     def close(self) -> None:
-        self.library.close()
+        self.gated.close()
 
 
 @dataclass
@@ -162,7 +162,7 @@ async def sink(plane: Plane, idle_s: float = 20.0) -> AsyncIterator[Sink]:
     fill(there)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(onesided, "PART_BYTES", 4 * LAYOUT.page_bytes)
-        gate = Gate(plane.library(here))
+        gate = Gate(plane.make(here))
         made = OneSidedSink(here, plane.transport, gate, idle_s=idle_s)
     try:
         yield Sink(made, gate, here, there)

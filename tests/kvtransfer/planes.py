@@ -18,9 +18,9 @@ from pdserve.core.clock import MonotonicClock
 from pdserve.core.tls import Tls, TlsConfig
 from pdserve.kvtransfer import mooncake, nixl, tcp_source
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource
-from pdserve.kvtransfer.library import Library
 from pdserve.kvtransfer.onesided import OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.remote_reads import Library
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import PageSink, PageSource

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from pdserve.core.errors import TransferError
 from pdserve.kvtransfer import onesided
-from pdserve.kvtransfer.library import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
 from pdserve.kvtransfer.onesided import MAX_PER_PEER, WINDOW, OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
 from pdserve.kvtransfer.transport import SourcePageRef
 
 from .world import SMALL, eventually, fill, run
@@ -84,7 +84,7 @@ class Pair:
     """A sink, its library, and the pool of a source."""
 
     sink: OneSidedSink
-    library: ScriptedLibrary
+    scripted: ScriptedLibrary
     there: KvPool
     here: KvPool
     remote: RemotePool
@@ -127,7 +127,7 @@ async def reason_of(pull: asyncio.Task[int]) -> str:
 
 
 async def begun(p: Pair, count: int) -> None:
-    await eventually(lambda: len(p.library.reads) >= count)
+    await eventually(lambda: len(p.scripted.reads) >= count)
 
 
 @given(st.permutations(range(NUM_PAGES)), st.permutations(range(NUM_PAGES)), st.integers(0, NUM_PAGES))
@@ -148,12 +148,12 @@ def test_neighbours_on_both_sides_are_one_run_and_parts_come_a_window_at_a_time(
         async with pair(pages_per_part=4) as p:
             pull = p.start([9, 8, 7, 6, *range(20, 30)], [19, 18, 17, 16, *range(30, 40)])
             await begun(p, WINDOW)
-            assert len(p.library.reads) == WINDOW
-            assert [len(r.runs) for r in p.library.reads] == [1, 1]
+            assert len(p.scripted.reads) == WINDOW
+            assert [len(r.runs) for r in p.scripted.reads] == [1, 1]
             for _ in range(4):
-                p.library.pending[0].end()
-                await eventually(lambda: len(p.library.pending) == WINDOW or pull.done() or len(p.library.reads) == 4)
-            await eventually(lambda: pull.done() or bool([r.end() for r in p.library.pending]))
+                p.scripted.pending[0].end()
+                await eventually(lambda: len(p.scripted.pending) == WINDOW or pull.done() or len(p.scripted.reads) == 4)
+            await eventually(lambda: pull.done() or bool([r.end() for r in p.scripted.pending]))
             assert await pull == 14 * SMALL.page_bytes
 
     run(body())
@@ -172,14 +172,14 @@ def test_what_cannot_be_safe_is_refused_before_anything_is_read() -> None:
             }
             for reason, (address, ask) in cases.items():
                 assert await reason_of(asyncio.create_task(p.sink.pull(address, b"", "t", ask, [0]))) == reason
-            assert p.library.reads == []
-            p.library.refuse = "PEER_GONE"
+            assert p.scripted.reads == []
+            p.scripted.refuse = "PEER_GONE"
             assert await reason_of(p.start([1], [1])) == "PEER_GONE"
-            p.library.refuse = ""
+            p.scripted.refuse = ""
             pull = p.start([1], [1])
             await begun(p, 1)
-            assert p.library.forgotten == [p.remote]  # what failed is found anew
-            p.library.reads[0].end()
+            assert p.scripted.forgotten == [p.remote]  # what failed is found anew
+            p.scripted.reads[0].end()
             await pull
 
     run(body())
@@ -190,14 +190,14 @@ def test_a_stale_or_corrupt_page_fails_its_pull_once_nothing_writes() -> None:
         async with pair(pages_per_part=1) as p:
             pull = p.start([0, 1, 2], [0, 1, 2])
             await begun(p, 2)
-            first, second = p.library.reads
+            first, second = p.scripted.reads
             p.there.page(0)[3] ^= 1  # after it was hashed
             first.end()
             await eventually(lambda: p.sink.num_quarantined == 3)
             assert not pull.done()
             second.end()
             assert await reason_of(pull) == "CORRUPT_PAGE"
-            assert len(p.library.reads) == 2  # no new part
+            assert len(p.scripted.reads) == 2  # no new part
 
     run(body())
 
@@ -212,10 +212,10 @@ def test_a_cancelled_pull_returns_only_when_its_reads_have_ended() -> None:
                 done, _ = await asyncio.wait([pull], timeout=0.05)
                 assert not done
             await eventually(lambda: p.sink.num_quarantined == 8)
-            p.library.reads[0].end()
+            p.scripted.reads[0].end()
             done, _ = await asyncio.wait([pull], timeout=0.05)
             assert not done
-            p.library.reads[1].end(ReadState.FAILED, copy=False)
+            p.scripted.reads[1].end(ReadState.FAILED, copy=False)
             with pytest.raises(asyncio.CancelledError):
                 await pull
             await eventually(lambda: p.sink.num_quarantined == 0)
@@ -234,13 +234,13 @@ def test_a_late_pull_is_told_at_once_and_ends_with_its_reads() -> None:
             assert await reason_of(p.start([3], [3])) == "PEER_STALLED"
             other = p.start([4], [4], instance="b")
             await begun(p, 2)
-            p.library.reads[1].end()
+            p.scripted.reads[1].end()
             await other
-            p.library.reads[0].end()
+            p.scripted.reads[0].end()
             assert await reason_of(pull) == "PULL_IDLE"
             again = p.start([3], [3])
             await begun(p, 3)
-            p.library.reads[2].end()
+            p.scripted.reads[2].end()
             await again
 
     run(body())
@@ -251,16 +251,16 @@ def test_a_lost_source_is_found_anew_after_all_its_reads_have_ended() -> None:
         async with pair() as p:
             pulls = [p.start([i], [i]) for i in range(2)]
             await begun(p, 2)
-            p.library.reads[0].end(ReadState.FAILED, copy=False)
+            p.scripted.reads[0].end(ReadState.FAILED, copy=False)
             assert await reason_of(pulls[0]) == "PEER_GONE"
             third = p.start([5], [5])
             done, _ = await asyncio.wait([third], timeout=0.05)
-            assert not done and len(p.library.reads) == 2 and p.library.forgotten == []
-            p.library.reads[1].end(ReadState.FAILED, copy=False)
+            assert not done and len(p.scripted.reads) == 2 and p.scripted.forgotten == []
+            p.scripted.reads[1].end(ReadState.FAILED, copy=False)
             assert await reason_of(pulls[1]) == "PEER_GONE"
             await begun(p, 3)
-            assert p.library.forgotten == [p.remote]
-            p.library.reads[2].end()
+            assert p.scripted.forgotten == [p.remote]
+            p.scripted.reads[2].end()
             await third
 
     run(body())
@@ -271,7 +271,7 @@ def test_pages_of_a_read_with_an_unknown_end_stay_in_quarantine() -> None:
         async with pair() as p:
             pull = p.start([1, 2, 3], [1, 2, 3])
             await begun(p, 1)
-            p.library.reads[0].end(ReadState.UNKNOWN, copy=False)
+            p.scripted.reads[0].end(ReadState.UNKNOWN, copy=False)
             await eventually(lambda: p.sink.num_quarantined == 3)
             pull.cancel()
             done, _ = await asyncio.wait([pull], timeout=0.1)
@@ -293,11 +293,11 @@ def test_few_pulls_of_a_source_run_at_once_and_a_waiting_one_ends_at_once() -> N
             pulls[-1].cancel()
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.wait_for(pulls[-1], 10)
-            assert len(p.library.reads) == MAX_PER_PEER + 1
-            for read in p.library.pending:
+            assert len(p.scripted.reads) == MAX_PER_PEER + 1
+            for read in p.scripted.pending:
                 read.end()
             await begun(p, MAX_PER_PEER + 2)
-            p.library.reads[-1].end()
+            p.scripted.reads[-1].end()
             await asyncio.gather(other, *pulls[:-1])
 
     run(body())
@@ -311,14 +311,14 @@ def test_close_waits_for_every_read() -> None:
             closing = asyncio.create_task(p.sink.close())
             assert await reason_of(pulls[-1]) == "SINK_CLOSED"
             done, _ = await asyncio.wait([closing], timeout=0.05)
-            assert not done and not p.library.closed
+            assert not done and not p.scripted.closed
             assert await reason_of(p.start([20], [20])) == "SINK_CLOSED"
-            for read in p.library.pending:
+            for read in p.scripted.pending:
                 read.end()
             for pull in pulls[:-1]:
                 assert await reason_of(pull) == "SINK_CLOSED"
             await asyncio.wait_for(closing, 10)
-            assert p.library.closed
+            assert p.scripted.closed
 
     run(body())
 
@@ -330,7 +330,7 @@ def test_sources_that_are_not_used_any_more_are_forgotten(monkeypatch: pytest.Mo
         async with pair(at_once=True) as p:
             for instance in ("a", "b", "c", "a", "d"):
                 await p.start([1], [1], instance=instance)
-            assert [pool.instance for pool in p.library.forgotten] == ["b"]
+            assert [pool.instance for pool in p.scripted.forgotten] == ["b"]
 
     run(body())
 
@@ -377,7 +377,7 @@ def test_no_pull_ends_before_its_reads(pulls: list[tuple[int, int | None]], ends
                 }
 
             def check() -> bool:
-                writing = {run.local for read in p.library.pending for run in read.runs}
+                writing = {run.local for read in p.scripted.pending for run in read.runs}
                 for task, destinations in tasks.items():
                     assert not (task.done() and destinations & writing)
                 return all(task.done() for task in tasks)
@@ -386,12 +386,12 @@ def test_no_pull_ends_before_its_reads(pulls: list[tuple[int, int | None]], ends
                 for task, (_, cancel_after) in zip(tasks, pulls, strict=True):
                     if cancel_after == number:
                         task.cancel()
-                await eventually(lambda: check() or bool(p.library.pending))
-                if pending := p.library.pending:
+                await eventually(lambda: check() or bool(p.scripted.pending))
+                if pending := p.scripted.pending:
                     pending[which % len(pending)].end(state, copy=state is ReadState.DONE)
             async with asyncio.timeout(10):
                 while not check():
-                    for read in p.library.pending:
+                    for read in p.scripted.pending:
                         read.end()
                     await asyncio.sleep(0.001)
             for task in tasks:
