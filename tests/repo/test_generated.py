@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
+from tests.support.tools import missing
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_generated_protos_are_current(tmp_path: Path) -> None:
     if importlib.util.find_spec("grpc_tools") is None:  # not imported: it clashes with libraries that other tests load
-        pytest.skip("grpcio-tools is not installed")
+        missing("grpcio-tools is not installed (make test installs it)")
     sources = sorted((ROOT / "protos").rglob("*.proto"))
     assert sources
     done = subprocess.run(
