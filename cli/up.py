@@ -214,7 +214,7 @@ class Launcher:
         if self._up.kv_transfer_config is not None:
             flags += ["--kv-transfer-config", self._up.kv_transfer_config]
         engine = self._engine.for_prefill() if role == "prefill" else self._engine
-        threads = engine.threads or max(1, usable_cores() // self._up.num_workers)
+        threads = engine.threads or threads_of(role, self._up, usable_cores())
         flags += _flags(replace(engine, threads=threads), but=("model", "served_model_name"))
         return Child(name, service_command(command, *flags), self._logs / f"{name}.log", on_exit=self._ended.put)
 
@@ -309,6 +309,15 @@ class Launcher:
         self._console.print(f"      {_command()} status --router {address}", soft_wrap=True)
         self._console.print("Ctrl-C drains and stops everything.")
         sys.stdout.flush()
+
+
+def threads_of(role: str, up: UpConfig, num_cores: int) -> int:
+    """Threads of one worker: the cores, divided among the workers of its role.
+
+    Prefill and decode workers each get all cores: while one role waits for the other, nothing is idle. Workers of one
+    role are busy at the same times, and more threads than cores would stall each other.
+    """
+    return max(1, num_cores // int(getattr(up, role)))
 
 
 def _command() -> str:

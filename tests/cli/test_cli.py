@@ -16,6 +16,7 @@ import pytest
 from pdserve.cli import __main__ as cli
 from pdserve.cli import status, up
 from pdserve.cli.processes import Child, usable_cores, warnings_of
+from pdserve.cli.up import UpConfig, threads_of
 from pdserve.core.config import load
 from pdserve.core.errors import ConfigError, EngineError
 from pdserve.core.tls import TlsConfig
@@ -215,6 +216,12 @@ def test_cores_are_those_of_the_container(tmp_path: Path) -> None:
     for text, expected in (("max 100000", cores), ("9900000 100000", min(cores, 99)), ("20000 100000", 1)):
         quota.write_text(text + "\n")
         assert usable_cores(quota) == expected
+
+
+def test_workers_of_one_role_divide_the_cores() -> None:
+    up = UpConfig(prefill=1, decode=2, mixed=3)
+    assert [threads_of(role, up, 8) for role in ("prefill", "decode", "mixed")] == [8, 4, 2]
+    assert threads_of("decode", UpConfig(decode=4), 2) == 1
 
 
 def test_help_loads_nothing_heavy() -> None:
