@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, TransferError
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
 
@@ -147,7 +147,10 @@ class MooncakeLibrary:
     def begin(self, source: RemotePool, runs: Sequence[Run]) -> _MooncakeRead:
         """See `Library`."""
         if self._instances.setdefault(source.peer, source.instance) != source.instance:
-            self._engine, self._instances = self._open(), {source.peer: source.instance}
+            try:
+                self._engine, self._instances = self._open(), {source.peer: source.instance}
+            except ConfigError as e:
+                raise TransferError(f"a new process is at {source.peer}, and {e.message}", reason="NO_ENGINE") from e
         return _MooncakeRead(self._engine.engine, source.peer, runs, self._threads)
 
     def _open(self) -> _Engine:

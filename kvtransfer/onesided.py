@@ -88,6 +88,7 @@ class OneSidedSink:
         self._base_s, self._min_bytes_per_s = base_s, min_bytes_per_s
         self._pages_per_part = max(1, PART_BYTES // memory.page_bytes)
         self._idle_s = idle_s + WINDOW * self._pages_per_part * memory.page_bytes / min_bytes_per_s
+        self._lock = threading.Lock()  # a pull is queued before the end, or refused
         self._inbox: deque[_Pull] = deque()
         self._wake, self._closing, self._ended = threading.Event(), False, Future[None]()
         self._on_overdue: Callable[[str, TransferError], None] | None = None
@@ -102,7 +103,7 @@ class OneSidedSink:
 
     @property
     def num_quarantined(self) -> int:
-        """Pages of pulls that failed, into which something may still write."""
+        """Pages of pulls that failed, into which something may still write; all, once the library itself failed."""
         return self._num_quarantined
 
     def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
@@ -125,7 +126,10 @@ class OneSidedSink:
         pairs = sorted(zip(sources, destinations, strict=True), key=lambda pair: (pair[0].page_id, pair[1]))
         parts = (pairs[at : at + self._pages_per_part] for at in range(0, len(pairs), self._pages_per_part))
         pull = _Pull(source, transfer_id, len(pairs), parts)
-        self._inbox.append(pull)
+        with self._lock:
+            if self._closing:
+                raise TransferError("the data plane is closed", reason="SINK_CLOSED")
+            self._inbox.append(pull)
         self._wake.set()
         waiter = asyncio.wrap_future(pull.future)
         try:
@@ -138,13 +142,12 @@ class OneSidedSink:
 
     async def close(self) -> None:
         """See `PageSink`. Waits for quarantined pulls, however long: the pool must not be freed before."""
-        self._closing = True
+        with self._lock:
+            self._closing = True
         self._wake.set()
         await asyncio.shield(asyncio.wrap_future(self._ended))
 
     def _check(self, source: RemotePool, sources: Sequence[SourcePageRef]) -> None:
-        if self._closing or not self._thread.is_alive():
-            raise TransferError("the data plane is closed", reason="SINK_CLOSED")
         if source.page_bytes != self._memory.page_bytes:
             there, here = source.page_bytes, self._memory.page_bytes
             raise TransferError(f"the source's pages have {there} bytes, this pool's {here}", reason="PAGE_BYTES")
@@ -168,18 +171,26 @@ class OneSidedSink:
                 self._on_crash()
 
     def _on_crash(self) -> None:
-        """The library failed in a way that is not known: what it has stays in quarantine, all requests are told."""
-        self._closing = True
+        """The library failed in a way that is not known: requests are told, and no page of a begun pull is freed.
+
+        What else it may write nobody knows: all pages count as quarantined, so that the worker takes nothing new.
+        """
+        with self._lock:
+            self._closing = True
+            queued = (*self._waiting, *self._inbox)
         error = TransferError(f"{self._transport} failed; the log has it", reason="SINK_FAILED")
-        self._num_quarantined = sum(p.num_pages for p in self._active)
-        for pull in (*self._waiting, *self._inbox):
-            pull.future.set_exception(error)
+        self._num_quarantined = self._memory.num_pages
+        for pull in queued:
+            if pull not in self._active and not pull.future.done():  # it may have failed in the middle of its round
+                pull.future.set_exception(error)
         for pull in self._active:
             self._tell_late(pull, error)
+        if not self._active:
+            self._ended.set_result(None)
 
     def _loop(self) -> None:
         delay_s = POLL_S
-        while self._active or self._waiting or self._inbox or not self._closing:
+        while not self._closing or self._active or self._waiting or self._inbox:
             while self._inbox:
                 self._waiting.append(self._inbox.popleft())
             changed = self._start_waiting() | self._advance()

@@ -348,12 +348,75 @@ def test_a_library_that_breaks_fails_requests_and_frees_no_page() -> None:
         await eventually(lambda: len(library.reads) == 1)
         library.reads[0].poll = None  # type: ignore[assignment]  # calling it is not what a library may do
         await eventually(lambda: told == ["SINK_FAILED"])
-        assert sink.num_quarantined == 1 and not pull.done()
+        assert sink.num_quarantined == NUM_PAGES, "what else it writes nobody knows"
+        assert not pull.done()
         with pytest.raises(TransferError) as e:
             await sink.pull(address, b"", "t", page, [3])
         assert e.value.reason == "SINK_CLOSED"
         sink._active[0].future.set_result(0)  # only the end of the process does this
         await pull
+
+    run(body())
+
+
+@dataclass
+class BreakingLibrary(ScriptedLibrary):
+    """Holds its first read back until `go`, and breaks as it begins the third."""
+
+    entered: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+
+    def begin(self, source: RemotePool, runs: Sequence[Run]) -> ScriptedRead:
+        if not self.reads:
+            self.entered.set()
+            assert self.go.wait(20)
+        if len(self.reads) == 2:
+            raise RuntimeError("scripted")
+        return super().begin(source, runs)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_library_that_breaks_between_two_parts_frees_no_page_and_strands_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(onesided, "PART_BYTES", SMALL.page_bytes)
+
+    async def body() -> None:
+        here, library, told = KvPool(SMALL, NUM_PAGES), BreakingLibrary(), list[str]()
+        sink = OneSidedSink(here, "scripted", library)
+        sink.on_overdue(lambda transfer_id, error: told.append(transfer_id))
+        remote = RemotePool("scripted", "a", "", LocalMemory(here).base, NUM_PAGES, SMALL.page_bytes)
+
+        def start(name: str, *pages: int) -> asyncio.Task[int]:
+            refs = [SourcePageRef(page, 1, 5) for page in pages]
+            return asyncio.create_task(sink.pull(remote.encode(), b"", name, refs, pages))
+
+        first = start("first", 0)
+        await eventually(library.entered.is_set)
+        cancelled, broken, behind = start("cancelled", 1), start("broken", 2, 3), start("behind", 4)
+        await eventually(lambda: len(sink._inbox) == 3)
+        cancelled.cancel()
+        await asyncio.sleep(0)
+        library.go.set()
+        assert await reason_of(behind) == "SINK_FAILED"
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(cancelled, 10)
+        await eventually(lambda: sorted(told) == ["broken", "first"])
+        assert not first.done() and not broken.done(), "their pages may be written"
+        for pull in sink._active:
+            pull.future.set_result(0)  # only the end of the process does this
+        await asyncio.gather(first, broken)
+
+    run(body())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_library_that_breaks_with_nothing_outstanding_holds_nobody_up() -> None:
+    async def body() -> None:
+        library = ScriptedLibrary()
+        sink = OneSidedSink(KvPool(SMALL, NUM_PAGES), "scripted", library)
+        library.close = None  # type: ignore[assignment]  # calling it is not what a library may do
+        await asyncio.wait_for(sink.close(), 10)
 
     run(body())
 
