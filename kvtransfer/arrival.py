@@ -155,18 +155,26 @@ class Stages:
         """Ends all; outstanding pulls fail. Idempotent."""
         for key in list(self._stages):
             await self._drop(key)
-        self._threads.shutdown()
+        await asyncio.to_thread(self._threads.shutdown)
 
     async def _make(self, transport: str, theirs: KVLayout) -> tuple[Stage, KvPool]:
-        memory, shard = KvPool(theirs, self._max_bytes // theirs.page_bytes), HeadShard.whole(theirs)
+        def allocate() -> tuple[KvPool, PageSink]:
+            memory = KvPool(theirs, self._max_bytes // theirs.page_bytes)
+            try:
+                return memory, self._make_sink(transport, memory)
+            except BaseException:
+                memory.close()
+                raise
+
         try:
-            sink = await in_own_thread(self._make_sink, transport, memory)
+            memory, sink = await in_own_thread(allocate)
         except ConfigError as e:
-            memory.close()
-            raise TransferError(f"no staging over {transport}: {e.message}", reason="STAGING") from e
+            raise TransferError(
+                f"no staging over {transport} (--kv-staging-bytes {self._max_bytes}): {e.message}", reason="STAGING"
+            ) from e
         if isinstance(sink, QuarantiningSink) and self._overdue is not None:
             sink.on_overdue(self._overdue)
-        return Stage(memory, sink, shard, self._pool, self._ours, self._clock, self._threads), memory
+        return Stage(memory, sink, HeadShard.whole(theirs), self._pool, self._ours, self._clock, self._threads), memory
 
     async def _make_room(self) -> None:
         while len(self._stages) >= MAX_STAGES:

@@ -14,7 +14,6 @@ import asyncio
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Executor
-from typing import Any
 
 import numpy as np
 
@@ -24,13 +23,15 @@ from pdserve.core.layout import DTYPE_BYTES, KVLayout
 from pdserve.kvtransfer.cast import STORAGE, Array, cast
 from pdserve.kvtransfer.convert import HeadShard, PagePlan, blocks
 from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.tasks import settled
 from pdserve.kvtransfer.transport import PageSink, SourcePageRef
 
 MAX_PER_SOURCE = 2
-"""Pieces that are on their way at once from one source."""
+"""Pulls from one source that run at once, each with one piece on its way."""
 PIECES = 8
 """A piece takes at most this part of the slots."""
-SLOT_WAIT_S = 30.0
+WAIT_S = 30.0
+"""For a staging page; and for earlier pulls of a source, of which no piece arrives meanwhile."""
 
 
 class Stage:
@@ -66,7 +67,8 @@ class Stage:
         self._memory, self._pool, self._threads = memory, pool, threads
         self._blocks = blocks(shard, ours)
         self._slots = _Slots(memory.num_pages, clock)
-        self._turns: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
+        self._clock = clock
+        self._sources: weakref.WeakValueDictionary[str, _Source] = weakref.WeakValueDictionary()
 
     @property
     def num_free_slots(self) -> int:
@@ -98,13 +100,14 @@ class Stage:
             Bytes that went over the wire, headers included.
 
         Raises:
-            TransferError: As `PageSink.pull`; DTYPE_OVERFLOW; STAGING_BUSY: no staging page was free in time.
+            TransferError: As `PageSink.pull`; DTYPE_OVERFLOW; STAGING_BUSY: nothing was free in time.
             asyncio.CancelledError: Cancelled by the caller; nothing writes to the destinations any more.
         """
+        source = self._sources.setdefault(address, _Source(self._clock))
         self.num_users += 1
         try:
-            turns = self._turns.setdefault(address, asyncio.Semaphore(MAX_PER_SOURCE))
-            async with turns:
+            await source.begin()
+            try:
                 total, at = 0, 0
                 while at < len(pages):
                     slots = await self._slots.take(len(pages) - at)
@@ -115,7 +118,10 @@ class Stage:
                     finally:
                         self._slots.give(slots)
                     at += len(slots)
+                    source.num_pieces += 1
                 return total
+            finally:
+                source.end()
         finally:
             self.num_users -= 1
 
@@ -128,7 +134,7 @@ class Stage:
         try:
             await asyncio.shield(moving)
         except asyncio.CancelledError:
-            await _settled(moving)
+            await settled(moving)
             raise
 
     # ---- in a thread -------------------------------------------------------------------------------------------------
@@ -148,6 +154,32 @@ class Stage:
                 )
 
 
+class _Source:
+    """Turns of the pulls from one source."""
+
+    def __init__(self, clock: Clock) -> None:
+        self.num_pieces = 0  # that arrived
+        self._clock, self._turns = clock, asyncio.Semaphore(MAX_PER_SOURCE)
+
+    async def begin(self) -> None:
+        """Waits for a turn, as long as earlier pulls get on."""
+        before = -1
+        while before < self.num_pieces:
+            before = self.num_pieces
+            try:
+                await self._clock.wait_for(self._turns.acquire(), WAIT_S)
+            except TimeoutError:
+                continue
+            return
+        raise TransferError(
+            f"earlier pulls from this source got nothing within {WAIT_S:g} s, and more must wait", reason="STAGING_BUSY"
+        )
+
+    def end(self) -> None:
+        """The next one may begin."""
+        self._turns.release()
+
+
 class _Slots:
     """Which staging pages are free."""
 
@@ -164,10 +196,10 @@ class _Slots:
     async def take(self, most: int) -> list[int]:
         """One slot at least, of those that are free at most a piece; first come, first served."""
         try:
-            await self._clock.wait_for(self._count.acquire(), SLOT_WAIT_S)
+            await self._clock.wait_for(self._count.acquire(), WAIT_S)
         except TimeoutError:
             raise TransferError(
-                f"no staging page was free within {SLOT_WAIT_S:g} s; raise --kv-staging-bytes", reason="STAGING_BUSY"
+                f"no staging page was free within {WAIT_S:g} s; raise --kv-staging-bytes", reason="STAGING_BUSY"
             ) from None
         taken = [self._free.pop()]
         while len(taken) < min(most, self._share) and not self._count.locked():
@@ -186,14 +218,3 @@ def _rows(page: memoryview, dtype: str, at: int, step: int, num_rows: int, num: 
     """`[num_rows, num]` elements of a page, in place."""
     item = DTYPE_BYTES[dtype]
     return np.ndarray((num_rows, num), STORAGE[dtype], page, at * item, (step * item, item))
-
-
-async def _settled(moving: asyncio.Future[Any]) -> None:
-    """Waits until the thread is done, however often the caller is cancelled meanwhile."""
-    while not moving.done():
-        try:
-            await asyncio.wait([moving])
-        except asyncio.CancelledError:
-            continue
-    if not moving.cancelled():
-        moving.exception()  # the cancellation is what is told

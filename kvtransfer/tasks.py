@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 
-async def settled(waiter: asyncio.Future[int]) -> None:
+async def settled(waiter: asyncio.Future[Any]) -> None:
     """Waits until it is done, however often the caller is cancelled meanwhile; its failure is taken note of."""
     while not waiter.done():
         try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdserve.core.clock import MonotonicClock
+from pdserve.core.clock import Clock, MonotonicClock, T
 from pdserve.core.errors import TransferError
 from pdserve.core.layout import KVLayout, LayerGroup
 from pdserve.kvtransfer.arrival import MAX_STAGES, Stages
@@ -19,12 +19,12 @@ from pdserve.kvtransfer.cast import STORAGE
 from pdserve.kvtransfer.convert import HeadShard, PagePlan, coverage_fault
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource, PageFate
 from pdserve.kvtransfer.pool import KvPool
-from pdserve.kvtransfer.staging import PIECES, Stage
+from pdserve.kvtransfer.staging import MAX_PER_SOURCE, PIECES, Stage
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import Capabilities, PageSink, PageSource, SourcePageRef
 
 from .layouts import layer_groups, make_kv, make_pages, poisoned_pool, put, shards_of
-from .world import DIGEST, fill, run
+from .world import DIGEST, eventually, fill, run
 
 import xxhash  # isort: skip
 
@@ -140,15 +140,18 @@ PLAN = PagePlan(32, 4, 8, 0)  # eight pages there, four here
 class SmallWorld:
     """A fake source of eight pages and a stage of a few slots into a pool of four."""
 
-    def __init__(self, num_slots: int, fate: PageFate | None = None, at: int = 0) -> None:
-        clock, self.threads = MonotonicClock(), ThreadPoolExecutor(1)
+    def __init__(
+        self, num_slots: int, fate: PageFate | None = None, at: int = 0, clock: Clock | None = None
+    ) -> None:
+        self.threads = ThreadPoolExecutor(1)
         self.source_pool, self.pool, self.memory = KvPool(SMALL, 8), poisoned_pool(WIDER, 4), KvPool(SMALL, num_slots)
         fill(self.source_pool)
         self.sources = [FakePageSource(self.source_pool, f"fake:{i}") for i in range(2)]
-        self.sink = FakePageSink(self.memory, self.sources, clock)
+        self.sink = FakePageSink(self.memory, self.sources, MonotonicClock())
         if fate is not None:
             self.sink.fate = lambda _, page: fate if page.page_id == at else PageFate()
-        self.stage = Stage(self.memory, self.sink, HeadShard.whole(SMALL), self.pool, WIDER, clock, self.threads)
+        shard, clock = HeadShard.whole(SMALL), clock or MonotonicClock()
+        self.stage = Stage(self.memory, self.sink, shard, self.pool, WIDER, clock, self.threads)
 
     def pull(self, which: int = 0, plan: PagePlan = PLAN) -> asyncio.Task[int]:
         source = self.sources[which]
@@ -206,6 +209,55 @@ def test_a_source_that_stalls_leaves_slots_to_others() -> None:
             task.cancel()
         await asyncio.gather(*stalled, return_exceptions=True)
         assert w.stage.num_free_slots == 2 * PIECES
+        w.threads.shutdown()
+
+    run(body())
+
+
+class TimesUp(MonotonicClock):
+    """A clock on which the time of whoever waits is up when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_it_is = asyncio.Event()
+
+    async def wait_for(self, awaitable: Awaitable[T], timeout_s: float | None) -> T:
+        waiting, up = asyncio.ensure_future(awaitable), asyncio.ensure_future(self.now_it_is.wait())
+        try:
+            await asyncio.wait([waiting, up], return_when=asyncio.FIRST_COMPLETED)
+            if waiting.done():
+                return waiting.result()
+            self.now_it_is.clear()
+            raise TimeoutError
+        finally:
+            for task in (waiting, up):
+                task.cancel()
+            await asyncio.gather(waiting, up, return_exceptions=True)
+
+
+def test_a_pull_waits_for_earlier_ones_of_its_source_only_while_they_get_on() -> None:
+    async def body() -> None:
+        asked, clock = list[int](), TimesUp()
+        w = SmallWorld(4, clock=clock)
+
+        def fate(_: str, page: SourcePageRef) -> PageFate:
+            asked.append(page.page_id)
+            return PageFate(delay_s=math.inf if page.page_id else 0)
+
+        w.sink.fate = fate
+        earlier = [w.pull() for _ in range(MAX_PER_SOURCE)]
+        waiting = w.pull()
+        await eventually(lambda: asked.count(1) == len(earlier))  # page 0 has come, and then nothing more
+        clock.now_it_is.set()
+        await eventually(lambda: not clock.now_it_is.is_set())
+        assert not waiting.done()
+        clock.now_it_is.set()
+        with pytest.raises(TransferError, match="earlier pulls from this source") as e:
+            await asyncio.wait_for(waiting, 10)
+        assert e.value.reason == "STAGING_BUSY"
+        for task in earlier:
+            task.cancel()
+        await asyncio.gather(*earlier, return_exceptions=True)
+        assert w.stage.num_free_slots == 4 and w.stage.num_users == 0
         w.threads.shutdown()
 
     run(body())
@@ -296,5 +348,17 @@ def test_stages_are_shared_bounded_and_make_room() -> None:
         await stages.close()
         await stages.close()
         assert Quiet.num_closed == 1 + MAX_STAGES
+
+    run(body())
+
+
+def test_memory_that_the_system_does_not_give_fails_the_transfer_by_name() -> None:
+    async def body() -> None:
+        pool = KvPool(SMALL, 1)
+        stages = Stages(pool, SMALL, lambda *_: Quiet(), MonotonicClock(), converts=frozenset(), max_bytes=1 << 62)
+        with pytest.raises(TransferError, match="--kv-staging-bytes") as e:
+            await stages.hold("tcp", layout_of(8))
+        assert e.value.reason == "STAGING"
+        await stages.close()
 
     run(body())
