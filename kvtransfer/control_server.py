@@ -11,23 +11,24 @@ import asyncio
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import grpc
 import grpc.aio
-import xxhash
 
 from pdserve.core.background import Background
 from pdserve.core.clock import Clock
 from pdserve.core.errors import PdserveError, TransferError
-from pdserve.core.layout import KVLayout, incompatibility
+from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer import handoff, negotiation
+from pdserve.kvtransfer import hello as hellos
+from pdserve.kvtransfer.checksums import PageChecksums, PageGeneration
 from pdserve.kvtransfer.control_messages import OUTCOMES, closed, manifest
 from pdserve.kvtransfer.handoff import SourceTransfer, TransferState
 from pdserve.kvtransfer.pool import PageMemory
-from pdserve.kvtransfer.transport import PageSource, SourcePageRef
+from pdserve.kvtransfer.transport import PageSource
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
@@ -35,20 +36,6 @@ log = logging.getLogger(__name__)
 MAX_TRANSFER_ID_BYTES = 128
 MAX_OUTBOX = 4096
 MAX_REMEMBERED = 4096
-
-
-class PageGeneration(Protocol):
-    """A page and its reuse number, as the engine names them."""
-
-    @property
-    def page_id(self) -> int:
-        """Index in the pool."""
-        ...
-
-    @property
-    def generation(self) -> int:
-        """Reuse number."""
-        ...
 
 
 class TransferListener(Protocol):
@@ -106,11 +93,11 @@ class TransferServer(rpc.KvTransferServicer):
         listener: Who frees the pages.
         clock: Time.
         lease_s: How long computed pages wait for a sign of life, seconds.
-        integrity: "host" (xxh3-64 per page) or "none".
+        integrity: See `PageChecksums`.
         max_pending_opens: Per stream: opens kept for transfers that are not offered yet.
         pending_open_s: How long such an open is kept, seconds.
         heartbeat_s: Time between signs of life to decode, seconds.
-        hashers: Where pages are hashed, off the loop; None: one thread. Ended by `stop`.
+        hashers: See `PageChecksums`.
         host_id: See `negotiation.host_id`; empty: no plane within the host.
         fail: Told when a task of the server failed: then a lease may never end, and the process must. None: logged.
     """
@@ -134,16 +121,15 @@ class TransferServer(rpc.KvTransferServicer):
         host_id: str = "",
         fail: Callable[[PdserveError], None] | None = None,
     ) -> None:
-        self._memory, self._sources, self._layout, self._clock = memory, dict(sources), layout, clock
+        self._sources, self._layout, self._clock = dict(sources), layout, clock
         self._identity_digest, self._incarnation, self._listener = identity_digest, incarnation, listener
-        self._lease_s, self._integrity, self._heartbeat_s = lease_s, integrity, heartbeat_s
-        self._host_id = host_id
+        self._lease_s, self._heartbeat_s, self._host_id = lease_s, heartbeat_s, host_id
         self._max_pending_opens, self._pending_open_s = max_pending_opens, pending_open_s
         self._entries: dict[str, _Entry] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # the last ones, so that a late open is told why
         self._streams: set[_Stream] = set()
         self._work, self._timer = Background(fail or _log_failure), Background(fail or _log_failure)
-        self._hashers = hashers or ThreadPoolExecutor(1, thread_name_prefix="kv-hash")
+        self._checksums = PageChecksums(memory, integrity, hashers)
         self._stopping = asyncio.Event()
         self.num_late = 0
 
@@ -164,7 +150,7 @@ class TransferServer(rpc.KvTransferServicer):
             self.close(transfer_id, "ABORTED")
         await self._timer.cancel()
         await self._work.wait()
-        self._hashers.shutdown()
+        self._checksums.close()
 
     # ---- the prefill service's side ---------------------------------------------------------------------------------
 
@@ -254,6 +240,7 @@ class TransferServer(rpc.KvTransferServicer):
         await context.send_initial_metadata(())  # on its own: see `core.session`
         hello = await self._read_hello(context)
         try:
+            version = negotiation.version(hello.protocol_version)
             transport = self._admit(hello)
         except TransferError as e:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{e.reason}: {e.message}")
@@ -261,7 +248,6 @@ class TransferServer(rpc.KvTransferServicer):
         stream = _Stream(hello.worker_id, transport, source, source.new_reader())
         log.info("decode worker %s reads pages over %s", stream.peer, transport)
         self._streams.add(stream)
-        version = negotiation.version(hello.protocol_version)
         writer = asyncio.create_task(self._write(stream, context, version))
         reader = asyncio.create_task(self._read(stream, context))
         stops = [asyncio.create_task(e.wait()) for e in (stream.overflow, self._stopping)]
@@ -293,23 +279,9 @@ class TransferServer(rpc.KvTransferServicer):
         Raises:
             TransferError: The pair does not fit.
         """
-        negotiation.version(hello.protocol_version)
-        if (refusal := self._refusal(hello)) is not None:
-            raise TransferError(refusal[1], reason=refusal[0])
+        hellos.check(hello, self._incarnation, self._identity_digest, self._layout)
         near = negotiation.same_host(self._host_id, hello.host_id)
         return negotiation.choose(hello.transports, self._sources, same_host=near)
-
-    def _refusal(self, hello: pb.TransferHello) -> tuple[str, str] | None:
-        """Reason and sentence why the pair does not fit, or None."""
-        if hello.expected_incarnation != self._incarnation:
-            return "INCARNATION", f"this process is {self._incarnation}, not {hello.expected_incarnation}"
-        if hello.identity_digest != self._identity_digest:
-            return "IDENTITY", "model, weights or attention config differ: start both with the same --model"
-        try:
-            reason = incompatibility(self._layout, KVLayout.from_json(hello.layout), hello.kv_converts)
-        except TransferError as e:
-            return e.reason, e.message
-        return ("LAYOUT", reason) if reason else None
 
     async def _write(
         self, stream: _Stream, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse], version: int
@@ -320,7 +292,7 @@ class TransferServer(rpc.KvTransferServicer):
             data_address=stream.source.address,
             data_token=stream.token,
             lease_ms=round(self._lease_s * 1000),
-            integrity=self._integrity,
+            integrity=self._checksums.integrity,
             layout=self._layout.to_json(),
             transport=stream.transport,
         )
@@ -449,16 +421,12 @@ class TransferServer(rpc.KvTransferServicer):
             match entry.work.popleft():
                 case handoff.Computed() as computed:
                     self._feed(transfer_id, computed)
+                case _ if entry.transfer.state in handoff.TERMINAL:
+                    self.num_late += 1
                 case (first_page, pages):
-                    refs = await asyncio.get_running_loop().run_in_executor(self._hashers, self._hash, pages)
+                    refs = await self._checksums.refs(pages)
                     self._feed(transfer_id, handoff.PagesFinal(first_page, refs))
         entry.working = False
-
-    def _hash(self, pages: tuple[PageGeneration, ...]) -> tuple[SourcePageRef, ...]:
-        def checksum(page_id: int) -> int:
-            return xxhash.xxh3_64_intdigest(self._memory.page(page_id)) if self._integrity == "host" else 0
-
-        return tuple(SourcePageRef(p.page_id, p.generation, checksum(p.page_id)) for p in pages)
 
     async def _sweep_forever(self) -> None:
         while True:

@@ -143,12 +143,35 @@ def test_a_page_without_checksum_is_not_taken_where_they_were_promised() -> None
             w.server.offer("t", 2)
             incoming = w.start("t", 2)
             await w.listener.until(lambda: "t" in w.listener.opened)
-            w.server._integrity = "none"  # after its welcome said host
+            w.server._checksums.integrity = "none"  # after its welcome said host
             w.server.pages_ready("t", 0, [Ref(3)])
             with pytest.raises(TransferError) as e:
                 await incoming.result()
             assert e.value.reason == "NO_CHECKSUM"
             assert not any(w.decode.buffer)
+
+    run(body())
+
+
+def test_a_shared_page_that_somebody_wrote_into_fails_who_takes_it_next() -> None:
+    """Prompts that begin alike share a page; it is announced with the sum of what it held when it became final."""
+
+    async def body() -> None:
+        async with world() as w:
+            for i, (generation, reason) in enumerate([(1, ""), (1, "CORRUPT_PAGE"), (2, "")]):
+                w.server.offer(f"t{i}", 2)
+                incoming = w.start(f"t{i}", 2)
+                w.server.pages_ready(f"t{i}", 0, [Ref(3, generation), Ref(4 + i)])
+                w.complete(f"t{i}", 2)
+                if reason:
+                    with pytest.raises(TransferError) as e:
+                        await incoming.result()
+                    assert e.value.reason == reason
+                else:
+                    await incoming.result()
+                    assert w.decode.page(0) == w.prefill.page(3)
+                await w.listener.end_of(f"t{i}")
+                w.prefill.page(3)[5] ^= 1
 
     run(body())
 

@@ -10,6 +10,7 @@ import pytest
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import TransferError
 from pdserve.core.layout import CONVERSIONS, PAGE_SIZE, KVLayout, LayerGroup
+from pdserve.kvtransfer import hello as hellos
 from pdserve.kvtransfer.arrival import Stages
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.pool import KvPool
@@ -40,8 +41,12 @@ def stages_of(converts: frozenset[str] = CONVERSIONS, max_bytes: int = 1 << 16):
     return make
 
 
-async def transfer(w: World, transfer_id: str, num_tokens: int, num_cached: int, chunk: int) -> int:
-    """Hands one prompt over, in watermarks of so many pages, checks every byte, and returns the pages pulled."""
+async def transfer(w: World, use: int, num_tokens: int, num_cached: int, chunk: int) -> int:
+    """Hands one prompt over, in watermarks of so many pages, checks every byte, and returns the pages pulled.
+
+    Every one takes the same pages: `use` is their generation.
+    """
+    transfer_id = f"t{use}"
     theirs, ours = w.prefill.layout, w.decode.layout
     num_pages, num_here = theirs.num_pages(num_tokens), ours.num_pages(num_tokens)
     kv = make_kv(GROUPS, num_tokens, seed=num_tokens)
@@ -59,7 +64,7 @@ async def transfer(w: World, transfer_id: str, num_tokens: int, num_cached: int,
         expected_digest=PROMPT_DIGEST,
     )
     for at in range(0, num_pages, chunk):
-        w.server.pages_ready(transfer_id, at, [Ref(i) for i in range(at, min(at + chunk, num_pages))])
+        w.server.pages_ready(transfer_id, at, [Ref(i, use) for i in range(at, min(at + chunk, num_pages))])
     w.server.complete(transfer_id, num_tokens=num_tokens, token_id=7, index=0, prompt_digest=PROMPT_DIGEST)
     result = await incoming.result()
     assert await w.listener.end_of(transfer_id) == (TransferState.COMPLETE, "COMPLETE")
@@ -86,7 +91,7 @@ def test_a_prompt_arrives_in_pages_of_our_kind(theirs: int, ours: int, dtypes: t
             for i, (num_tokens, num_cached, chunk) in enumerate(
                 [(1, 0, 1), (160, 0, 3), (161, 2, 1), (200, 3, 20), (240, 240 // ours, 2), (159, 1, 2)]
             ):
-                num_pulled = await transfer(w, f"t{i}", num_tokens, num_cached, chunk)
+                num_pulled = await transfer(w, i, num_tokens, num_cached, chunk)
                 num_pages, cached = layout(theirs).num_pages(num_tokens), num_cached * ours
                 skipped = num_pages if cached >= num_tokens else cached // theirs
                 assert num_pulled == num_pages - skipped, (num_tokens, num_cached)
@@ -100,7 +105,7 @@ def test_large_transfers_pass_a_small_stage_in_pieces(plane: str) -> None:
         options = {"layout": layout(16), "decode_layout": layout(32), "offered": [plane], "wanted": [plane]}
         one_page = stages_of(max_bytes=layout(16).page_bytes)
         async with world(**options, stages_of=one_page, num_pages=40) as w:  # type: ignore[arg-type]
-            num_pulled = await transfer(w, "t", 600, 0, 38)
+            num_pulled = await transfer(w, 0, 600, 0, 38)
             assert num_pulled == 38
 
     run(body())
@@ -148,13 +153,13 @@ def test_what_cannot_be_converted_is_refused_with_both_numbers(
     run(body())
 
 
-def test_decode_converts_nothing_that_prefill_let_pass() -> None:
+def test_decode_converts_nothing_that_prefill_let_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """A prefill worker that does not compare: its welcome names its layout, and decode does."""
+    monkeypatch.setattr(hellos, "check", lambda *_: None)
 
     async def body() -> None:
         options = {"layout": layout(16), "decode_layout": layout(32), "num_pages": 4}
         async with world(**options, stages_of=stages_of(frozenset())) as w:  # type: ignore[arg-type]
-            w.server._refusal = lambda _: None  # type: ignore[method-assign]
             with pytest.raises(TransferError, match="page_size differs: 32 here, 16 there") as e:
                 await w.start("t", 1).result()
             assert e.value.reason == "LAYOUT"
