@@ -7,8 +7,8 @@ Two questions, answered apart because neither depends on the other:
 | which tokens of which source page go where | `PagePlan.runs`: runs of tokens within one page on either side |
 | where a token lies within a page | `blocks`: keys or values of a layer group, in rows of one (KV head, layer) each |
 
-Every run moves with every block; `byte_ranges` spells that out. Tokens that the destination has already are in no run:
-their pages may be shared, and a shared page is never written.
+Every run moves with every block. Tokens that the destination has already are in no run: their pages may be shared, and
+a shared page is never written.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from pdserve.core.layout import DTYPE_BYTES, KVLayout, LayerGroup
+from pdserve.core.layout import KVLayout, LayerGroup
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,36 +142,6 @@ def blocks(shard: HeadShard, ours: KVLayout) -> tuple[Block, ...]:
                 )
             )
     return tuple(found)
-
-
-@dataclass(frozen=True, slots=True)
-class ByteRange:
-    """Bytes of one source page and where they go; the two lengths differ where the dtypes do."""
-
-    source_page: int
-    source_at: int
-    source_bytes: int
-    destination_page: int
-    destination_at: int
-    destination_bytes: int
-
-
-def byte_ranges(run: TokenRun, shard: HeadShard, ours: KVLayout) -> Iterator[ByteRange]:
-    """Every contiguous piece of a run, row by row."""
-    source_item, item = DTYPE_BYTES[shard.layout.dtype], DTYPE_BYTES[ours.dtype]
-    for block in blocks(shard, ours):
-        num = run.num_tokens * block.dim
-        for row in range(block.num_rows):
-            source_at = block.source_at + row * block.source_step + run.source_token * block.dim
-            at = block.destination_at + row * block.destination_step + run.destination_token * block.dim
-            yield ByteRange(
-                run.source_page,
-                source_at * source_item,
-                num * source_item,
-                run.destination_page,
-                at * item,
-                num * item,
-            )
 
 
 def shard_fault(shard: HeadShard, ours: KVLayout) -> str | None:

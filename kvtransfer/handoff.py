@@ -34,18 +34,7 @@ class TransferState(StrEnum):
     EXPIRED = "expired"
 
 
-class ReservationState(StrEnum):
-    """Where a reservation of destination pages is."""
-
-    ASKED = "asked"
-    RESERVED = "reserved"
-    REFUSED = "refused"
-    CONSUMED = "consumed"
-    RELEASED = "released"
-    EXPIRED = "expired"
-
-
-T, R = TransferState, ReservationState
+T = TransferState
 TERMINAL = frozenset({T.COMPLETE, T.FAILED, T.ABORTED, T.EXPIRED})
 
 # Source: INIT offered; READY opened by decode, watermarks flow; VERIFYING the manifest is out, the lease runs.
@@ -62,14 +51,6 @@ SINK_TRANSITIONS: Mapping[TransferState, frozenset[TransferState]] = {
     T.PULLING: frozenset({T.VERIFYING}) | TERMINAL,
     T.VERIFYING: TERMINAL,
     **{state: frozenset() for state in TERMINAL},
-}
-RESERVATION_TRANSITIONS: Mapping[ReservationState, frozenset[ReservationState]] = {
-    R.ASKED: frozenset({R.RESERVED, R.REFUSED}),
-    R.RESERVED: frozenset({R.CONSUMED, R.RELEASED, R.EXPIRED}),
-    R.REFUSED: frozenset(),
-    R.CONSUMED: frozenset(),
-    R.RELEASED: frozenset(),
-    R.EXPIRED: frozenset(),
 }
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.layout import KVLayout, LayerGroup
-from pdserve.kvtransfer.convert import HeadShard, PagePlan, byte_ranges, coverage_fault, shard_fault
+from pdserve.kvtransfer.convert import HeadShard, PagePlan, TokenRun, blocks, coverage_fault, shard_fault
 
 from .layouts import POISON, layer_groups, make_kv, make_pages, shards_of
 
@@ -53,8 +55,18 @@ def test_pages_may_come_in_any_pieces(plan: PagePlan, data: st.DataObject) -> No
     assert pieces == whole
 
 
+def byte_ranges(run: TokenRun, shard: HeadShard, ours: KVLayout) -> Iterator[tuple[slice, slice]]:
+    """Every contiguous piece of a run, row by row: bytes of its source page and of ours, which are float32."""
+    for block in blocks(shard, ours):
+        num = run.num_tokens * block.dim
+        for row in range(block.num_rows):
+            source_at = block.source_at + row * block.source_step + run.source_token * block.dim
+            at = block.destination_at + row * block.destination_step + run.destination_token * block.dim
+            yield slice(4 * source_at, 4 * (source_at + num)), slice(4 * at, 4 * (at + num))
+
+
 @given(layer_groups(), plans(40), st.data())
-def test_byte_ranges_make_the_pages_of_the_other_size(
+def test_runs_and_blocks_make_the_pages_of_the_other_size(
     groups: tuple[LayerGroup, ...], plan: PagePlan, data: st.DataObject
 ) -> None:
     ours = KVLayout(plan.destination_size, "float32", groups)
@@ -68,13 +80,10 @@ def test_byte_ranges_make_the_pages_of_the_other_size(
     for shard in shards:
         sources = make_pages(kv, shard.layout, plan.num_tokens, shard.first_heads)
         for run in plan.runs(plan.num_skipped_pages, plan.num_source_pages):
-            for r in byte_ranges(run, shard, ours):
-                assert r.source_bytes == r.destination_bytes
-                page = pages[r.destination_page]
-                assert set(page[r.destination_at : r.destination_at + r.destination_bytes]) <= {POISON}
-                page[r.destination_at : r.destination_at + r.destination_bytes] = sources[r.source_page][
-                    r.source_at : r.source_at + r.source_bytes
-                ]
+            for source, destination in byte_ranges(run, shard, ours):
+                page = pages[run.destination_page]
+                assert set(page[destination]) <= {POISON}
+                page[destination] = sources[run.source_page][source]
     right = make_pages(kv, ours, plan.num_tokens)
     assert pages[plan.num_cached_pages :] == right[plan.num_cached_pages :]
     assert all(set(page) == {POISON} for page in pages[: plan.num_cached_pages])

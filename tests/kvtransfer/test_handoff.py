@@ -89,8 +89,6 @@ def source_step(world: World, event: h.SourceEvent) -> World:
             case h.SendManifest():
                 assert not world.withdrawing, "a manifest after the end"
                 assert action.manifest.finished or world.published == world.wanted, "a manifest before its pages"
-                assert not world.withdrawing, "a manifest after the end"
-                assert action.manifest.finished or world.published == world.wanted, "a manifest before its pages"
                 world = changed(world, to_sink=(*world.to_sink, h.Computed(action.manifest)))
             case h.SendClosed():
                 ended = h.Ended(TransferState.FAILED, action.reason, by_peer=True)
@@ -341,4 +339,3 @@ def test_no_table_lets_a_terminal_state_go() -> None:
         assert set(table) >= set(TransferState) - {TransferState.PULLING}
         for state, following in table.items():
             assert following == frozenset() if state in TERMINAL else following >= TERMINAL
-    assert set(h.RESERVATION_TRANSITIONS) == set(h.ReservationState)
