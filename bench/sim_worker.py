@@ -21,16 +21,16 @@ from pdserve.bench.sim_network import Network
 from pdserve.bench.virtual_time import VirtualClock
 from pdserve.core.background import Background
 from pdserve.core.config import ServiceConfig, WorkerConfig
+from pdserve.core.engine_worker import loaded_worker, stream_parts
 from pdserve.core.errors import EngineError, PdserveError, TransferError
 from pdserve.core.registry import WorkerRecord
 from pdserve.core.request import Role
 from pdserve.core.session import SessionServer
-from pdserve.core.streams import welcome_message
-from pdserve.core.submission import ModelLimits
+from pdserve.core.stream_service import StreamParts
 from pdserve.core.telemetry import WorkerMetrics
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import Tracing
-from pdserve.core.worker_app import LoadedWorker, WorkerContext
+from pdserve.core.worker_app import WorkerContext
 from pdserve.decode_service.service import DecodeService
 from pdserve.engine.build import BuiltCore, build_core
 from pdserve.engine.config import EngineConfig
@@ -283,32 +283,14 @@ class SimWorker:
         if not self.failed.done():
             self.failed.set_result(error)
 
-    def _common(self, built: BuiltCore) -> dict[str, Any]:
-        loaded = LoadedWorker(
-            identity_digest=built.identity_digest,
-            layout=built.layout.to_json(),
-            model=built.model_name,
-            max_model_len=built.max_model_len,
-            vocab_size=built.vocab_size,
-            num_pages=built.num_pages,
-            max_num_seqs=self.record.max_num_seqs,
-        )
-        return {
-            "engine": self.engine,
-            "welcome": welcome_message(self.context, loaded, built.layout.page_size),
-            "limits": ModelLimits(
-                max_model_len=built.max_model_len, vocab_size=built.vocab_size, eos_token_ids=built.eos_token_ids
-            ),
-            "tokenizer": _tokenizer(built.vocab_size),
-            "clock": self.clock,
-            "metrics": self.context.metrics,
-            "tracing": self.context.tracing,
-        }
+    def _parts(self, built: BuiltCore) -> StreamParts:
+        loaded = loaded_worker(built, self.record.max_num_seqs)
+        return replace(stream_parts(self.context, built, loaded), tokenizer=_tokenizer(built.vocab_size))
 
     def _prefill(self, built: BuiltCore) -> PrefillService:
         pool = self._pool
         self.source = self._sources[self.worker_id] = FakePageSource(pool, self.worker_id)
-        service = PrefillService(**self._common(built), lease_s=self.config.kv_lease_s)
+        service = PrefillService(self.engine, self._parts(built), lease_s=self.config.kv_lease_s)
         self.transfers = transfers = TransferServer(
             memory=pool,
             sources={"fake": self.source},
@@ -334,7 +316,12 @@ class SimWorker:
             clock=self.clock,
             open_channel=self._network.channels(self.process),
         )
-        return DecodeService(**self._common(built), transfers=self.transfers, reserve_wait_s=self.config.reserve_wait_s)
+        return DecodeService(
+            self.engine,
+            self._parts(built),
+            transfers=self.transfers,
+            reserve_wait_s=self.config.reserve_wait_s,
+        )
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 from pdserve.core.clock import Clock
@@ -75,11 +76,11 @@ class Step(Protocol[E_co]):
         ...
 
 
-class StreamService(ABC, Generic[S, E]):
-    """`SessionHandler` of one role, with its table of live attempts. Event loop only.
+@dataclass(frozen=True, kw_only=True)
+class StreamParts:
+    """What a service is made of, beside its engine.
 
-    Args:
-        engine: For its load.
+    Attributes:
         welcome: First message to routers.
         limits: What prompts are checked against.
         tokenizer: For the text.
@@ -88,21 +89,29 @@ class StreamService(ABC, Generic[S, E]):
         tracing: Of this process.
     """
 
-    def __init__(
-        self,
-        engine: HasLoad,
-        welcome: worker_pb2.Welcome,
-        limits: ModelLimits,
-        tokenizer: Tokenizer,
-        clock: Clock,
-        metrics: WorkerMetrics,
-        tracing: Tracing,
-    ) -> None:
-        self._engine_load, self._welcome, self._limits = engine.load, welcome, limits
-        self._tokenizer, self._clock, self._metrics, self._tracing = tokenizer, clock, metrics, tracing
+    welcome: worker_pb2.Welcome
+    limits: ModelLimits
+    tokenizer: Tokenizer
+    clock: Clock
+    metrics: WorkerMetrics
+    tracing: Tracing
+
+
+class StreamService(ABC, Generic[S, E]):
+    """`SessionHandler` of one role, with its table of live attempts. Event loop only.
+
+    Args:
+        engine: For its load.
+        parts: The rest.
+    """
+
+    def __init__(self, engine: HasLoad, parts: StreamParts) -> None:
+        self._engine_load, self._welcome, self._limits = engine.load, parts.welcome, parts.limits
+        self._tokenizer, self._clock = parts.tokenizer, parts.clock
+        self._metrics, self._tracing = parts.metrics, parts.tracing
         self._streams: StreamTable[S] = StreamTable()
         self._failure: EngineError | None = None
-        observe_step(metrics, engine.load(), 0, 0.0)  # pages are reported before the first step too
+        observe_step(self._metrics, engine.load(), 0, 0.0)  # pages are reported before the first step too
 
     @abstractmethod
     def _on_event(self, stream: S, event: E, batch: StepBatch, now: float, step_began: float) -> None:

@@ -21,18 +21,13 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from pdserve.core.clock import Clock
 from pdserve.core.errors import CapacityError, EngineError, PdserveError, TransferError
 from pdserve.core.output_stage import prompt_output
 from pdserve.core.request import split_key
 from pdserve.core.session import RouterSession
 from pdserve.core.stream_record import StreamRecord
-from pdserve.core.stream_service import Step, StreamService
+from pdserve.core.stream_service import Step, StreamParts, StreamService
 from pdserve.core.streams import StepBatch, Stream
-from pdserve.core.submission import ModelLimits
-from pdserve.core.telemetry import WorkerMetrics
-from pdserve.core.tokenizer import Tokenizer
-from pdserve.core.tracing import Tracing
 from pdserve.engine.async_engine import Engine
 from pdserve.engine.step import (
     Abort,
@@ -73,24 +68,15 @@ class DecodeService(StreamService[DecodeStream, Event]):
 
     Args:
         engine: Started by the caller.
+        parts: See `StreamService`.
         transfers: Closed by the caller.
         reserve_wait_s: Time that a reservation waits for pages, seconds.
     """
 
     def __init__(
-        self,
-        *,
-        engine: Engine,
-        transfers: TransferClient,
-        welcome: worker_pb2.Welcome,
-        limits: ModelLimits,
-        tokenizer: Tokenizer,
-        clock: Clock,
-        metrics: WorkerMetrics,
-        tracing: Tracing,
-        reserve_wait_s: float,
+        self, engine: Engine, parts: StreamParts, *, transfers: TransferClient, reserve_wait_s: float
     ) -> None:
-        super().__init__(engine, welcome, limits, tokenizer, clock, metrics, tracing)
+        super().__init__(engine, parts)
         self._engine, self._transfers, self._reserve_wait_s = engine, transfers, reserve_wait_s
         self._tasks = asyncio.TaskGroup()
 
@@ -120,23 +106,35 @@ class DecodeService(StreamService[DecodeStream, Event]):
     # ---- from the engine ------------------------------------------------------------
 
     async def run(self) -> None:
-        """Handles the engine's events until it stops or dies; then every stream ends with the reason."""
-        async with self._tasks:
-            try:
-                async for events in self._engine.outputs():
-                    self._on_step(events)
-            except EngineError as e:
-                self._failure = e
-            for stream in self._streams.all():
-                if self._failure is not None:
-                    self._fail(stream, self._failure)
-                if stream.transfer is not None:
-                    self._tasks.create_task(stream.transfer.abort("ENGINE_FAILED"))
+        """Handles the engine's events until it stops or dies; then every stream ends with the reason.
+
+        No page of a dead engine is used again: what still writes into some is not waited for.
+        """
+        try:
+            async with self._tasks:
+                await self._handle_events()
+        except* EngineError:
+            pass  # it is the failure below
         for stream in self._streams.all():
             stream.answer_aborted(known=True)
             self._streams.remove(stream)
         if self._failure is not None:
             raise self._failure
+
+    async def _handle_events(self) -> None:
+        """Raises why the engine died."""
+        try:
+            async for events in self._engine.outputs():
+                self._on_step(events)
+        except EngineError as e:
+            self._failure = e
+            for stream in self._streams.all():
+                self._fail(stream, e)
+                stream.transfer = None
+            raise
+        for stream in self._streams.all():
+            if stream.transfer is not None:
+                self._tasks.create_task(stream.transfer.abort("ENGINE_STOPPED"))
 
     def _on_step(self, step: Step[Event]) -> None:
         super()._on_step(step)

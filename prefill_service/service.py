@@ -18,17 +18,12 @@ import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.core.clock import Clock
 from pdserve.core.errors import EngineError, PdserveError, TransferError
 from pdserve.core.output_stage import prompt_output
 from pdserve.core.session import RouterSession
 from pdserve.core.stream_record import StreamRecord
-from pdserve.core.stream_service import Step, StreamService
+from pdserve.core.stream_service import Step, StreamParts, StreamService
 from pdserve.core.streams import StepBatch, Stream
-from pdserve.core.submission import ModelLimits
-from pdserve.core.telemetry import WorkerMetrics
-from pdserve.core.tokenizer import Tokenizer
-from pdserve.core.tracing import Tracing
 from pdserve.engine.async_engine import Engine
 from pdserve.engine.step import (
     Abort,
@@ -69,22 +64,12 @@ class PrefillService(StreamService[PrefillStream, Event]):
 
     Args:
         engine: Started by the caller.
+        parts: See `StreamService`.
         lease_s: Time that a computed prompt waits for its reader without renewal, seconds.
     """
 
-    def __init__(
-        self,
-        *,
-        engine: Engine,
-        welcome: worker_pb2.Welcome,
-        limits: ModelLimits,
-        tokenizer: Tokenizer,
-        clock: Clock,
-        metrics: WorkerMetrics,
-        tracing: Tracing,
-        lease_s: float,
-    ) -> None:
-        super().__init__(engine, welcome, limits, tokenizer, clock, metrics, tracing)
+    def __init__(self, engine: Engine, parts: StreamParts, *, lease_s: float) -> None:
+        super().__init__(engine, parts)
         self._engine, self._lease_s = engine, lease_s
         self._transfers: TransferServer
 

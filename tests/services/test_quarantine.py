@@ -10,10 +10,13 @@ import pytest
 
 from pdserve.core.config import WorkerConfig
 from pdserve.core.errors import TransferError
+from pdserve.core.request import Role
+from pdserve.engine.fake import FakeRunner
 from pdserve.kvtransfer import planes
 from pdserve.kvtransfer.transport import Capabilities, PageSink, SourcePageRef
+from pdserve.v1 import common_pb2
 from tests.services.test_pair import prompt_of, run
-from tests.services.world import Pair, until
+from tests.services.world import Pair, pair, until
 
 
 class HeldSink:
@@ -71,3 +74,24 @@ def test_a_late_pull_fails_its_request_at_once_and_holds_its_pages(monkeypatch: 
         assert both.decode.worker.ready()
 
     run(scenario, worker=WorkerConfig(kv_transfer_config='{"max_quarantined_pages": 0}'))
+
+
+def test_a_dead_engine_ends_the_process_though_a_pull_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    sink = HeldSink()
+    monkeypatch.setattr(planes, "make_sinks", lambda *_: {"tcp": sink})
+
+    def explode(*_: object) -> None:
+        raise ValueError("the device fell off")
+
+    async def scenario() -> None:
+        async with pair(decode_role=Role.MIXED) as both:
+            await both.submit("r", prompt_of(100))
+            await until(lambda: both.to_decode.of("r").failed is not None, "the failure")
+            monkeypatch.setattr(FakeRunner, "execute", explode)
+            await both.to_decode.send(submit=both.submission("m", prompt_of(10), common_pb2.ROLE_MIXED))
+            await until(lambda: bool(both.decode.failures), "the process to end")
+            assert both.decode.failures[0].reason == "ENGINE_FAILED"
+            assert sink.num_quarantined > 0, "the pull had ended, and this shows nothing"
+            sink.release.set()
+
+    asyncio.run(scenario())
