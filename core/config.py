@@ -299,8 +299,10 @@ class WorkerConfig:
         None, "plain gRPC port that answers health only, for probes without TLS; 0 picks one", minimum=0, maximum=65535
     )
     router_timeout_s: float = option(3.0, "a router silent for this long is taken for dead", unit="s", minimum=0.1)
-    data_port: int = option(0, "port of the KV data plane (prefill side); 0 picks a free one", minimum=0, maximum=65535)
-    advertise_data_address: str | None = option(None, "host:port that decode workers reach the data plane at")
+    data_port: int = option(
+        0, "port of the tcp data plane for KV (prefill side); 0 picks a free one", minimum=0, maximum=65535
+    )
+    advertise_data_address: str | None = option(None, "host:port that decode workers reach the tcp data plane at")
     kv_lease_s: float = option(
         10.0, "time that computed pages wait for a reader without renewal", unit="s", minimum=0.1
     )
@@ -311,7 +313,8 @@ class WorkerConfig:
     )
     kv_transfer_config: str | None = option(
         None,
-        'how KV pages travel, JSON or a file with it: data planes by preference; default {"transports":["shm","tcp"]}',
+        "how KV pages travel, JSON or a file with it; keys: transports (shm, tcp, nixl, mooncake; most wanted first), "
+        'max_quarantined_pages, nixl, mooncake; default {"transports":["shm","tcp"]}',
     )
     kv_convert_dtype: bool = option(
         False,

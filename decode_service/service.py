@@ -73,9 +73,7 @@ class DecodeService(StreamService[DecodeStream, Event]):
         reserve_wait_s: Time that a reservation waits for pages, seconds.
     """
 
-    def __init__(
-        self, engine: Engine, parts: StreamParts, *, transfers: TransferClient, reserve_wait_s: float
-    ) -> None:
+    def __init__(self, engine: Engine, parts: StreamParts, *, transfers: TransferClient, reserve_wait_s: float) -> None:
         super().__init__(engine, parts)
         self._engine, self._transfers, self._reserve_wait_s = engine, transfers, reserve_wait_s
         self._tasks = asyncio.TaskGroup()

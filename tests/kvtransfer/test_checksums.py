@@ -33,9 +33,7 @@ def test_each_use_of_a_page_is_hashed_once() -> None:
         pool = CountingPool()
         checksums = PageChecksums(pool, "host")
         first = await checksums.refs([Ref(3), Ref(5)])
-        assert first == tuple(
-            SourcePageRef(i, 1, xxhash.xxh3_64_intdigest(KvPool.page(pool, i))) for i in (3, 5)
-        )
+        assert first == tuple(SourcePageRef(i, 1, xxhash.xxh3_64_intdigest(KvPool.page(pool, i))) for i in (3, 5))
         second = await checksums.refs([Ref(5), Ref(6), Ref(3)])
         assert second[::2] == first[::-1] and second[1].page_id == 6
         assert pool.num_reads == {3: 1, 5: 1, 6: 1}

@@ -140,9 +140,7 @@ PLAN = PagePlan(32, 4, 8, 0)  # eight pages there, four here
 class SmallWorld:
     """A fake source of eight pages and a stage of a few slots into a pool of four."""
 
-    def __init__(
-        self, num_slots: int, fate: PageFate | None = None, at: int = 0, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, num_slots: int, fate: PageFate | None = None, at: int = 0, clock: Clock | None = None) -> None:
         self.threads = ThreadPoolExecutor(1)
         self.source_pool, self.pool, self.memory = KvPool(SMALL, 8), poisoned_pool(WIDER, 4), KvPool(SMALL, num_slots)
         fill(self.source_pool)
