@@ -19,6 +19,7 @@ from typing import Any
 from pdserve.core.errors import ConfigError, TransferError
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
+from pdserve.kvtransfer.tasks import submit
 
 NAME = "mooncake"
 MAX_OUTSTANDING = 8
@@ -118,7 +119,11 @@ class _MooncakeRead:
     def _fill(self) -> None:
         while self._waiting and not self._failed and len(self._submitting) + len(self._batches) < MAX_OUTSTANDING:
             run = self._waiting.popleft()
-            self._submitting.add(self._threads.submit(self._submit, run))
+            try:
+                self._submitting.add(submit(self._threads, self._submit, run))
+            except TransferError as e:
+                _log.error("a Mooncake read failed: %s", e.message)
+                self._failed = True  # of this run nothing was begun; the others end
 
     def _submit(self, run: Run) -> int:
         batch: int = self._engine.batch_transfer_async_read(self._peer, [run.local], [run.remote], [run.num_bytes])

@@ -31,7 +31,7 @@ from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.runs import contiguous_runs
 from pdserve.kvtransfer.shm_source import ShmPageSource
 from pdserve.kvtransfer.sockets import has_ended, is_same_user, receive_descriptors
-from pdserve.kvtransfer.tasks import settled
+from pdserve.kvtransfer.tasks import settled, submit
 from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 
 __all__ = ["ShmPageSink", "ShmPageSource"]
@@ -40,6 +40,7 @@ CHUNK_BYTES = 1 << 20
 """Copied in one go at most where checksums are verified: they find it in the cache."""
 UNCHECKED_CHUNK_BYTES = 8 << 20
 """The same without checksums: a cancel waits for it."""
+NO_ROOM_PAUSE_S = 0.01
 
 
 class _Link:
@@ -72,10 +73,10 @@ class _Link:
         if not address.startswith("@"):
             raise TransferError(f"data address {address!r} is no local socket", reason="BAD_ADDRESS")
         with contextlib.ExitStack() as received, contextlib.ExitStack() as opened:
-            sock = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            sock.setblocking(False)
             try:
-                sock.connect(f"\0{address[1:]}")
+                sock = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                sock.setblocking(False)
+                await _connect(sock, f"\0{address[1:]}", timeout_s)
                 if not is_same_user(sock):
                     raise TransferError(f"the source at {address} runs as another user", reason="PEER_FOREIGN")
                 sock.sendall(hello)  # 64 bytes: there is room
@@ -165,9 +166,9 @@ class ShmPageSink:
         if self._closed:
             raise TransferError("the data plane is closed", reason="SINK_CLOSED")
         cancelled = threading.Event()
-        self._cancels.add(cancelled)
         wanted = claim(token, transfer_id, sources)
-        future = self._threads.submit(self._run, cancelled, link, wanted, sources, destinations)
+        future = submit(self._threads, self._run, cancelled, link, wanted, sources, destinations)
+        self._cancels.add(cancelled)
         waiter = asyncio.wrap_future(future)
         try:
             return await asyncio.shield(waiter)
@@ -285,6 +286,17 @@ def _mapped(frame: wire.Frame, fds: Sequence[int], page_bytes: int) -> tuple[NDA
     pool = memfd.map_foreign(fds[0], frame.num_pages * page_bytes)
     table = memfd.map_foreign(fds[1], table_bytes(frame.num_pages))
     return np.frombuffer(pool, np.uint8).reshape(frame.num_pages, page_bytes), PageTableView(table)
+
+
+async def _connect(sock: socket.socket, name: str, timeout_s: float) -> None:
+    """Connects; where the source has no room for one more it tries again, for nothing tells when there is some."""
+    async with asyncio.timeout(timeout_s):
+        while True:
+            try:
+                sock.connect(name)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(NO_ROOM_PAUSE_S)
 
 
 async def _readable(sock: socket.socket) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
@@ -134,14 +135,19 @@ def receive_descriptors(sock: socket.socket, num_bytes: int, max_num: int) -> tu
     """Reads one message of a unix socket and the descriptors beside it, which the caller closes.
 
     Raises:
-        OSError: The socket failed, or there is nothing to read yet (BlockingIOError).
+        OSError: The socket failed, there is nothing to read yet (BlockingIOError), or this process had no room for all
+            descriptors: none is left open then.
     """
     room = socket.CMSG_SPACE(max_num * struct.calcsize("i"))
-    raw, ancillary, _, _ = sock.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
+    raw, ancillary, flags, _ = sock.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
     fds: list[int] = []
     for level, kind, data in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds += [fd for (fd,) in struct.iter_unpack("i", data[: len(data) - len(data) % struct.calcsize("i")])]
+    if flags & socket.MSG_CTRUNC:
+        for fd in fds:
+            os.close(fd)
+        raise OSError(errno.EMFILE, "too many descriptors are open here (ulimit -n), or too many were sent")
     return raw, fds
 
 

@@ -23,7 +23,7 @@ from pdserve.core.layout import DTYPE_BYTES, KVLayout
 from pdserve.kvtransfer.cast import STORAGE, Array, cast
 from pdserve.kvtransfer.convert import HeadShard, PagePlan, blocks
 from pdserve.kvtransfer.pool import PageMemory
-from pdserve.kvtransfer.tasks import settled
+from pdserve.kvtransfer.tasks import settled, submit
 from pdserve.kvtransfer.transport import PageSink, SourcePageRef
 
 MAX_PER_SOURCE = 2
@@ -130,7 +130,7 @@ class Stage:
         await self.sink.close()
 
     async def _convert(self, plan: PagePlan, first: int, slots: Sequence[int], destinations: Sequence[int]) -> None:
-        moving = asyncio.get_running_loop().run_in_executor(self._threads, self._move, plan, first, slots, destinations)
+        moving = asyncio.wrap_future(submit(self._threads, self._move, plan, first, slots, destinations))
         try:
             await asyncio.shield(moving)
         except asyncio.CancelledError:

@@ -1,9 +1,45 @@
-"""Waiting for work in threads that must be over before anything else may happen."""
+"""Work in threads that must be over before anything else may happen."""
 
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+from pdserve.core.errors import TransferError
+
+T = TypeVar("T")
+
+
+def submit(threads: Executor, work: Callable[..., T], *args: object) -> Future[T]:
+    """Has a thread do it.
+
+    An executor that cannot start a thread raises, but keeps the work, and a later thread does it all the same: into
+    pages that are somebody else's by then. What this refuses is never done.
+
+    Raises:
+        TransferError: NO_THREAD: the system gives no more of them; the work has not begun and never will.
+    """
+    future = Future[T]()
+    try:
+        threads.submit(_do, future, work, args)
+    except RuntimeError as e:
+        if future.cancel():
+            raise TransferError(f"no thread to move pages: {e}", reason="NO_THREAD") from e
+    return future
+
+
+def _do(future: Future[T], work: Callable[..., T], args: tuple[object, ...]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = work(*args)
+    except BaseException as e:  # noqa: BLE001 - who waits is told
+        future.set_exception(e)
+        del future  # the traceback of its exception refers to this frame
+    else:
+        future.set_result(result)
 
 
 async def settled(waiter: asyncio.Future[Any]) -> None:

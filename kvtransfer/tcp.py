@@ -25,7 +25,7 @@ from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.sockets import Closed, batch_pages, receive_some, send_all, shut_down, tune, wait_at_most
-from pdserve.kvtransfer.tasks import settled
+from pdserve.kvtransfer.tasks import settled, submit
 from pdserve.kvtransfer.tcp_source import TcpPageSource
 from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 
@@ -163,8 +163,8 @@ class TcpPageSink:
             raise TransferError("the data plane is closed", reason="SINK_CLOSED")
         limit_s = self._base_s + len(sources) * self._memory.page_bytes / self._min_bytes_per_s
         job = _Job(limit_s, self._idle_s)
+        future = submit(self._threads, self._run, job, address, token, transfer_id, sources, destinations)
         self._jobs.add(job)
-        future = self._threads.submit(self._run, job, address, token, transfer_id, sources, destinations)
         waiter = asyncio.wrap_future(future)
         try:
             return await asyncio.shield(waiter)
