@@ -32,6 +32,7 @@ from pdserve.kvtransfer import wire
 MAX_STRANGERS = 64
 HELLO_TIMEOUT_S = 2.0
 NO_DESCRIPTOR_PAUSE_S = 0.1
+_SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _TLS_HANDSHAKE = b"\x16"  # the first byte of a TLS connection; ours begin with another one
 _WANTS_TLS = wire.encode_err(wire.ErrCode.ERR_TLS, "this source wants TLS (--tls-cert-file)")
 _NO_MEMBER = wire.encode_err(wire.ErrCode.ERR_TLS, "the certificate is no member's (--tls-peer-name)")
@@ -81,7 +82,7 @@ class Acceptor:
         self._listener, self._admit, self._tls, self._may_speak = listener, admit, tls, may_speak
         self._listener.setblocking(False)
         self.num_refused = 0
-        self._closing = False
+        self._closing = self._is_short = False
         self._strangers: dict[_Stranger, None] = {}  # in the order of their coming
         self._selector = selectors.DefaultSelector()
         self._wake, self._woken = socket.socketpair()
@@ -127,10 +128,14 @@ class Acceptor:
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
-        except OSError as e:  # the peer left before we looked, or descriptors are short: the next one may do better
-            if e.errno in (errno.EMFILE, errno.ENFILE):
+        except OSError as e:  # the peer left, or the system is short of something: the next one may do better
+            if e.errno in _SHORT:
+                if not self._is_short:
+                    _log.error("the KV data plane cannot take connections: %s (ulimit -n)", e)
+                self._is_short = True
                 time.sleep(NO_DESCRIPTOR_PAUSE_S)  # the peer still waits: without a pause this thread would spin
             return
+        self._is_short = False
         sock.setblocking(False)
         if self._may_speak is not None and not self._may_speak(sock):
             self.num_refused += 1
@@ -139,8 +144,15 @@ class Acceptor:
         if len(self._strangers) >= MAX_STRANGERS:
             self._refuse(min(self._strangers, key=lambda s: s.stage))
         stranger = _Stranger(sock, time.monotonic() + HELLO_TIMEOUT_S)
+        try:
+            self._selector.register(sock, selectors.EVENT_READ, stranger)
+        except OSError as e:
+            _log.warning("a stranger on the KV data plane was refused: the system watches no more sockets (%s)", e)
+            self.num_refused += 1
+            sock.close()
+            return
         self._strangers[stranger] = None
-        self._selector.register(sock, selectors.EVENT_READ, stranger)
+        self._hear(stranger)  # what it has said already counts before the next one asks for its place
 
     def _hear(self, stranger: _Stranger) -> None:
         """Goes on with a stranger as far as its bytes reach."""
@@ -172,7 +184,10 @@ class Acceptor:
         """True when its hello is next; a stranger that does not begin with a handshake stays MUTE."""
         plain = stranger.sock
         if stranger.stage is _Stage.MUTE and not stranger.received and plain.recv(1, socket.MSG_PEEK) == _TLS_HANDSHAKE:
-            stranger.sock = tls.accept(plain)
+            try:
+                stranger.sock = tls.accept(plain)
+            except OSError as e:  # it has gone, and `plain` is no socket any more: its number is the next one's
+                raise ConnectionAbortedError("left before its handshake") from e
             stranger.stage = _Stage.SHAKING
             self._selector.unregister(plain)
             self._selector.register(stranger.sock, selectors.EVENT_READ, stranger)

@@ -10,6 +10,7 @@ so a finished pull is never cut.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import secrets
@@ -31,6 +32,7 @@ from pdserve.kvtransfer.transport import SourcePageRef
 MAX_CONNECTIONS = 256
 MAX_CONNECTIONS_PER_TOKEN = 16
 STUCK_READER_S = 5.0
+_BUSY = wire.encode_err(wire.ErrCode.ERR_BUSY, "too many connections are open")
 
 _log = logging.getLogger(__name__)
 
@@ -156,6 +158,9 @@ class TcpPageSource:
             if token is None or hello.digest_prefix != self._digest_prefix or self._closing:
                 return False
             if len(self._tokens[token]) >= MAX_CONNECTIONS_PER_TOKEN or len(self._threads) >= MAX_CONNECTIONS:
+                with contextlib.suppress(OSError):  # it may be gone
+                    sock.send(_BUSY)
+                _log.warning("a reader of the KV data plane was refused: %d connections are open", len(self._threads))
                 return False
             thread = threading.Thread(target=self._serve, args=(sock, token), name="kv-serve", daemon=True)
             try:
