@@ -24,6 +24,7 @@ from typing import Any, NoReturn, TypeVar
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.kv_transfer_config import ON_REQUEST, KvTransferConfig
+from pdserve.core.net import check_address
 
 ENV_PREFIX = "PDSERVE_"
 C = TypeVar("C")
@@ -285,6 +286,8 @@ class ServiceConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.advertise_address:
+            check_address(self.advertise_address, "--advertise-address")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,6 +338,8 @@ class WorkerConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.advertise_data_address:
+            check_address(self.advertise_data_address, "--advertise-data-address")
         unsafe = [t for t in self.kv_transfer.transports if t in ON_REQUEST]  # refused before the model is loaded
         if unsafe and self.kv_integrity == "none":
             raise ConfigError(

@@ -116,8 +116,8 @@ def _options(cls: type[Options], raw: Any, name: str) -> Options:
     """The part of one transport: names and texts."""
     if raw is None:
         return cls()
-    if not isinstance(raw, dict) or not all(isinstance(value, str) for value in raw.values()):
-        raise ConfigError(f"{FLAG}: {name} is {json.dumps(raw)}; it must be an object of texts")
+    if not isinstance(raw, dict) or not all(isinstance(value, str) and value.isprintable() for value in raw.values()):
+        raise ConfigError(f"{FLAG}: {name} is {json.dumps(raw)}; it must be an object of texts that can be printed")
     _check_keys(cls, raw, f"{FLAG}: {name}")
     return cls(**raw)
 
@@ -137,9 +137,17 @@ def _read(text: str) -> dict[str, object]:
         except (OSError, ValueError) as e:
             raise ConfigError(f"{where}: neither a JSON object nor a file that can be read ({e})") from e
     try:
-        raw = json.loads(text)
-    except ValueError as e:
+        raw = json.loads(text, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as e:
         raise ConfigError(f"{where}: not JSON: {e}") from e
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: the file must have one JSON object")
+    return raw
+
+
+def _each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose keys are all different: of two values for one key JSON would take the last, silently."""
+    raw = dict(pairs)
+    if len(raw) != len(pairs):
+        raise ValueError("a key is there twice")
     return raw

@@ -119,14 +119,25 @@ class KVLayout:
             raise TransferError(f"peer sent a KV layout of {len(text)} characters", reason="BAD_LAYOUT")
         try:
             raw = json.loads(text)
-            if type(raw["page_size"]) is not int:
-                raise ValueError(f"page_size is {raw['page_size']!r}")
             groups = tuple(
-                LayerGroup(tuple(g["layers"]), g["num_kv_heads"], g["k_dim"], g["v_dim"]) for g in raw["groups"]
+                LayerGroup(
+                    tuple(_whole(layer) for layer in g["layers"]),
+                    num_kv_heads=_whole(g["num_kv_heads"]),
+                    k_dim=_whole(g["k_dim"]),
+                    v_dim=_whole(g["v_dim"]),
+                )
+                for g in raw["groups"]
             )
-            return cls(raw["page_size"], raw["dtype"], groups)
+            return cls(_whole(raw["page_size"]), raw["dtype"], groups)
         except (ValueError, KeyError, TypeError, RecursionError, ConfigError) as e:
             raise TransferError(f"peer sent a KV layout that cannot be read: {e}", reason="BAD_LAYOUT") from e
+
+
+def _whole(value: object) -> int:
+    """A number of JSON; 4.0 and true equal whole numbers, and are none: sizes are made of them."""
+    if type(value) is not int:
+        raise ValueError(f"{value!r} is no whole number")
+    return value
 
 
 def incompatibility(ours: KVLayout, theirs: KVLayout, converts: Collection[str] = ()) -> str | None:

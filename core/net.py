@@ -42,3 +42,20 @@ def check_port_free(host: str, port: int, flag: str = "--port") -> None:
 def advertised_address(host: str, port: int) -> str:
     """What others reach a listener at, as far as it can be guessed: the host name when it listens on all interfaces."""
     return format_address(socket.gethostname() if host in ("0.0.0.0", "::", "") else host, port)
+
+
+def check_address(address: str, flag: str) -> None:
+    """Checks what others are told to connect to; a wrong one would fail each of them, later and elsewhere.
+
+    Args:
+        address: Of the configuration.
+        flag: The option that sets it, for the message.
+
+    Raises:
+        ConfigError: It is not host:port.
+    """
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    known_port = port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= 65535
+    if not known_port or not host.strip("[]") or (":" in host and not bracketed):
+        raise ConfigError(f"{flag} is {address!r:.80}; it must be host:port, as in 10.0.0.7:9000 or [fd00::7]:9000")

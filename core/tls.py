@@ -236,6 +236,8 @@ def _use_own(context: ssl.SSLContext, cert: bytes, key: bytes, config: TlsConfig
                 f"{e.reason or 'not a certificate and a key in PEM'}"
             )
         raise ConfigError(message) from e
+    except OSError as e:  # no descriptor is left, or no /proc is here
+        raise ConfigError(f"--tls-cert-file {config.tls_cert_file}: the system cannot hand it to OpenSSL: {e}") from e
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from pdserve.core.grpc_server import channel_options
 from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer import handoff, welcome
 from pdserve.kvtransfer.arrival import Arrival, Inlet, Stages, open_inlet
-from pdserve.kvtransfer.control_messages import OUTCOMES, facts_of, stream_error
+from pdserve.kvtransfer.control_messages import OUTCOMES, facts_of, reason_of, stream_error
 from pdserve.kvtransfer.handoff import SinkTransfer, TransferState
 from pdserve.kvtransfer.negotiation import PROTOCOL_VERSION
 from pdserve.kvtransfer.transport import PageSink, QuarantiningSink, SourcePageRef
@@ -180,7 +180,7 @@ class IncomingTransfer:
             case "manifest":
                 self._feed(handoff.Computed(facts_of(message.manifest)))
             case "closed":
-                self._feed(handoff.Ended(TransferState.FAILED, message.closed.reason or "CLOSED", by_peer=True))
+                self._feed(handoff.Ended(TransferState.FAILED, reason_of(message.closed.reason, "CLOSED"), True))
 
     def on_overdue(self, error: TransferError) -> None:
         """Its pull is too slow, and goes on until nothing writes any more: the transfer ends now."""

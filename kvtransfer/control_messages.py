@@ -16,6 +16,13 @@ OUTCOMES = {
     pb.TRANSFER_OUTCOME_ABORTED: TransferState.ABORTED,
     pb.TRANSFER_OUTCOME_FAILED: TransferState.FAILED,
 }
+_MAX_REASON_CHARS = 64
+
+
+def reason_of(told: str, otherwise: str) -> str:
+    """A peer's reason, which becomes a label of metrics and is remembered: one that is no short word is replaced."""
+    short = len(told) <= _MAX_REASON_CHARS and told.isascii()
+    return told if short and told.isidentifier() and told.isupper() else otherwise
 
 
 def closed(transfer_id: str, reason: str) -> pb.ControlResponse:
@@ -49,9 +56,9 @@ def stream_error(worker_id: str, address: str, error: grpc.aio.AioRpcError) -> T
     """
     details = error.details() or ""
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
-        reason, _, sentence = details.partition(": ")
-        if not (reason.isidentifier() and reason.isupper()):  # not one of ours: reasons are metric labels
-            reason, sentence = "PAIR_REFUSED", details
+        told, _, sentence = details.partition(": ")
+        if (reason := reason_of(told, "PAIR_REFUSED")) != told:
+            sentence = details
         return TransferError(
             f"prefill worker {worker_id} refused the pair: {sentence}", reason=reason, status="FAILED_PRECONDITION"
         )

@@ -25,7 +25,7 @@ from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer import handoff, negotiation
 from pdserve.kvtransfer import hello as hellos
 from pdserve.kvtransfer.checksums import PageChecksums, PageGeneration
-from pdserve.kvtransfer.control_messages import OUTCOMES, closed, manifest
+from pdserve.kvtransfer.control_messages import OUTCOMES, closed, manifest, reason_of
 from pdserve.kvtransfer.handoff import SourceTransfer, TransferState
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.transport import PageSource
@@ -34,6 +34,7 @@ from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
 log = logging.getLogger(__name__)
 MAX_TRANSFER_ID_BYTES = 128
+MAX_NAME_CHARS = 128
 MAX_OUTBOX = 4096
 MAX_REMEMBERED = 4096
 
@@ -245,7 +246,7 @@ class TransferServer(rpc.KvTransferServicer):
         except TransferError as e:
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{e.reason}: {e.message}")
         source = self._sources[transport]
-        stream = _Stream(hello.worker_id, transport, source, source.new_reader())
+        stream = _Stream(hello.worker_id[:MAX_NAME_CHARS], transport, source, source.new_reader())
         log.info("decode worker %s reads pages over %s", stream.peer, transport)
         self._streams.add(stream)
         writer = asyncio.create_task(self._write(stream, context, version))
@@ -323,6 +324,9 @@ class TransferServer(rpc.KvTransferServicer):
 
     async def _on_open(self, stream: _Stream, message: pb.OpenTransfer) -> None:
         transfer_id, entry = message.transfer_id, self._entries.get(message.transfer_id)
+        if not 0 < len(transfer_id) <= MAX_TRANSFER_ID_BYTES:
+            self.num_late += 1  # never offered; and an answer, which has to wait in memory, would be as long
+            return
         over = entry.transfer.reason if entry is not None and entry.transfer.state in handoff.TERMINAL else None
         if over is None and transfer_id in stream.open:
             self.num_late += 1  # it came twice
@@ -330,7 +334,7 @@ class TransferServer(rpc.KvTransferServicer):
         if entry is not None and entry.stream is None and over is None:
             self._open(transfer_id, stream, message.num_cached_pages)
             return
-        fits = 0 < len(transfer_id) <= MAX_TRANSFER_ID_BYTES and len(stream.pending) < self._max_pending_opens
+        fits = len(stream.pending) < self._max_pending_opens
         if entry is None and transfer_id not in self._ended and fits:
             deadline_s = self._clock.now() + self._pending_open_s
             stream.pending.setdefault(transfer_id, (message.num_cached_pages, deadline_s))
@@ -350,7 +354,8 @@ class TransferServer(rpc.KvTransferServicer):
                 self.num_late += 1
             return
         state = OUTCOMES.get(message.outcome, TransferState.FAILED)
-        self._feed(message.transfer_id, handoff.Ended(state, message.reason or state.upper(), by_peer=True))
+        reason = reason_of(message.reason, state.upper())
+        self._feed(message.transfer_id, handoff.Ended(state, reason, by_peer=True))
 
     def _lose(self, stream: _Stream) -> None:
         """The stream died: its readers and all its transfers end."""
@@ -418,14 +423,19 @@ class TransferServer(rpc.KvTransferServicer):
 
     async def _catch_up(self, transfer_id: str, entry: _Entry) -> None:
         while entry.work:
+            event: handoff.SourceEvent
             match entry.work.popleft():
                 case handoff.Computed() as computed:
-                    self._feed(transfer_id, computed)
+                    event = computed
                 case _ if entry.transfer.state in handoff.TERMINAL:
                     self.num_late += 1
+                    continue
                 case (first_page, pages):
-                    refs = await self._checksums.refs(pages)
-                    self._feed(transfer_id, handoff.PagesFinal(first_page, refs))
+                    event = handoff.PagesFinal(first_page, await self._checksums.refs(pages))
+            if self._entries.get(transfer_id) is entry:
+                self._feed(transfer_id, event)
+            else:  # it ended meanwhile, and the id may be another transfer's
+                self.num_late += 1
         entry.working = False
 
     async def _sweep_forever(self) -> None:

@@ -20,7 +20,7 @@ def check(hello: pb.TransferHello, incarnation: str, identity_digest: bytes, lay
         TransferError: INCARNATION, IDENTITY, LAYOUT or BAD_LAYOUT.
     """
     if hello.expected_incarnation != incarnation:
-        raise _refused("INCARNATION", f"this process is {incarnation}, not {hello.expected_incarnation}")
+        raise _refused("INCARNATION", f"this process is {incarnation}, not {hello.expected_incarnation:.64}")
     if hello.identity_digest != identity_digest:
         raise _refused("IDENTITY", "model, weights or attention config differ: start both with the same --model")
     if reason := incompatibility(layout, KVLayout.from_json(hello.layout), hello.kv_converts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def choose(wanted: Sequence[str], offered: Iterable[str], *, same_host: bool) ->
     Args:
         wanted: Decode's planes, most wanted first; empty from a peer that does not negotiate.
         offered: Prefill's planes.
-        same_host: Both workers are on one host and in one network namespace.
+        same_host: Both workers are of one user, on one host and in one network namespace.
 
     Returns:
         The first wanted one that is offered and can work.
@@ -51,7 +52,7 @@ def choose(wanted: Sequence[str], offered: Iterable[str], *, same_host: bool) ->
         if name in offered and (same_host or name not in SAME_HOST_ONLY):
             return name
     far = SAME_HOST_ONLY.intersection(wanted, offered)
-    why = f" ({', '.join(sorted(far))} only within one host and network namespace)" if far else ""
+    why = f" ({', '.join(sorted(far))} only within one host, network namespace and user)" if far else ""
     raise TransferError(
         f"no common data plane: the decode worker has {_told(wanted)}, the prefill worker has {_told(offered)}{why}; "
         "name a common one in --kv-transfer-config",
@@ -66,12 +67,18 @@ def same_host(ours: str, theirs: str) -> bool:
 
 
 def host_id() -> str:
-    """Names this boot of this machine and this process's network namespace; empty where the system does not tell."""
+    """Names this boot of this machine, and this process's network namespace and user; empty where it is not told.
+
+    Pages are shown to processes of the same user only: two users on one host are as far apart as two hosts.
+    """
+    namespaces = Path("/proc/self/ns")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}:{Path('/proc/self/ns/net').stat().st_ino}"
+        network = (namespaces / "net").stat().st_ino
+        users = (namespaces / "user").stat().st_ino if (namespaces / "user").exists() else 0  # else all are of one
     except OSError:
         return ""
+    return f"{boot}:{network}:{users}:{os.geteuid()}"
 
 
 def _told(names: Sequence[str]) -> str:

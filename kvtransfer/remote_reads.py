@@ -63,7 +63,7 @@ class RemotePool:
                 raise ValueError(f"transport {pool.transport!r}, {len(fields)} more fields")
             if min(base, num_pages, page_bytes) < 1 or base + pool.num_bytes > 1 << 64:
                 raise ValueError(f"{num_pages} pages of {page_bytes} bytes from {base}")
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError) as e:
             raise TransferError(f"not a data address of {transport}: {e}", reason="BAD_ADDRESS") from e
         return pool
 

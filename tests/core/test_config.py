@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.config import as_keywords, check, load, option
+from pdserve.core.config import ServiceConfig, WorkerConfig, as_keywords, check, load, option
 from pdserve.core.errors import ConfigError
 
 
@@ -72,3 +72,19 @@ def test_flags_win_over_the_environment_and_that_over_the_file(tmp_path: Path) -
 def test_a_caller_of_python_reads_keywords() -> None:
     said = as_keywords("--num-pages is 0 (see --role mixed and --wait-s): raise --num-pages", Config)
     assert said == "num_pages is 0 (see --role mixed and wait_s): raise num_pages"
+
+
+@pytest.mark.parametrize("address", ["10.0.0.7:9000", "worker-0.pool:1", "[fd00::7]:65535"])
+def test_an_address_for_others_is_taken_as_it_is(address: str) -> None:
+    assert ServiceConfig(advertise_address=address).advertise_address == address
+    assert WorkerConfig(advertise_data_address=address).advertise_data_address == address
+
+
+@pytest.mark.parametrize(
+    "address", ["worker-0", "9000", ":9000", "[]:9000", "host:", "host:0", "host:65536", "host:1e3", "fd00::7:9000"]
+)
+def test_an_address_that_nobody_could_reach_is_refused_by_its_flag(address: str) -> None:
+    with pytest.raises(ConfigError, match=r"--advertise-address is .*; it must be host:port"):
+        ServiceConfig(advertise_address=address)
+    with pytest.raises(ConfigError, match=r"--advertise-data-address is .*; it must be host:port"):
+        WorkerConfig(advertise_data_address=address)

@@ -36,6 +36,9 @@ def test_text_and_file_say_the_same(tmp_path: Path) -> None:
         ('{"transports": "tcp"}', 'transports is "tcp"; it must be a list'),
         ('{"transports": [1]}', "it must be a list of names"),
         ('{"transports"', "not JSON"),
+        ('{"transports": ["tcp"], "transports": ["shm"]}', "a key is there twice"),
+        ('{"nixl": ' + '{"a":' * 50_000, "not JSON"),
+        ('{"nixl": {"ucx_tls": "tcp\\u0000"}}', "texts that can be printed"),
         ("no-such-file.json", "--kv-transfer-config no-such-file.json"),
     ],
 )

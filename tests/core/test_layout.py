@@ -47,6 +47,9 @@ def test_a_layout_is_read_back_and_nonsense_is_not() -> None:
     assert KVLayout.from_json(OURS.to_json()) == OURS
     raw = json.loads(OURS.to_json())
     parts = ({"page_size": 16.5}, {"page_size": True}, {"page_size": 0}, {"dtype": []})
-    for wrong in ({}, [], *({**raw, **part} for part in parts)):
+    odds: list[tuple[str, object]] = [("num_kv_heads", 2.0), ("k_dim", True), ("layers", [0.0])]
+    odd = [{**raw["groups"][0], name: value} for name, value in odds]
+    grouped = ({**raw, "groups": [group, *raw["groups"][1:]]} for group in odd)
+    for wrong in ({}, [], *({**raw, **part} for part in parts), *grouped):
         with pytest.raises(TransferError):
             KVLayout.from_json(json.dumps(wrong))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import logging
+import os
 import socket
 import ssl
 import threading
@@ -171,6 +173,24 @@ def test_a_set_that_is_valid_a_little_later_is_taken_then(tmp_path: Path, monkey
     deadline = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=10)
     while serial_of(running, peer) == before:
         assert datetime.datetime.now(datetime.UTC) < deadline
+
+
+def test_a_rotation_that_met_a_process_without_descriptors_is_taken_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(tls, "RETRY_S", 0.0)
+    running, peer = Tls(member(tmp_path, AUTHORITY)), Tls(member(tmp_path / "peer", AUTHORITY))
+    before = serial_of(running, peer)
+    member(tmp_path, AUTHORITY)
+
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", none_left)
+        assert serial_of(running, peer) == before
+    assert "--tls-cert-file" in caplog.text and "Too many open files" in caplog.text
+    assert serial_of(running, peer) != before
 
 
 def test_a_directory_of_links_is_swapped_as_kubernetes_does(tmp_path: Path) -> None:

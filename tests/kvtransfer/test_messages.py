@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -180,5 +182,67 @@ def test_a_transfer_id_in_use_is_refused_and_the_first_goes_on() -> None:
             w.complete("t", 1)
             await incoming.result()
             assert w.decode.page(0) == w.prefill.page(3) and not any(w.decode.page(5))
+
+    run(body())
+
+
+def test_what_a_decode_worker_says_is_not_kept_at_any_length() -> None:
+    """Answers wait in memory until they are read, and how transfers ended is remembered."""
+
+    async def body() -> None:
+        async with world() as w:
+            w.server.offer("t", 1)
+            long = "X" * 1_000_000
+            said = [
+                pb.ControlRequest(hello=hello()),
+                pb.ControlRequest(open=pb.OpenTransfer(transfer_id=long)),
+                pb.ControlRequest(open=pb.OpenTransfer(transfer_id="t")),
+                pb.ControlRequest(
+                    close=pb.CloseTransfer(transfer_id="t", outcome=pb.TRANSFER_OUTCOME_FAILED, reason=long)
+                ),
+            ]
+            decode = ScriptedDecode(said)
+            await decode.run(w.server)
+            assert await w.listener.end_of("t") == (TransferState.FAILED, "FAILED")
+            assert all(m.ByteSize() < 10_000 for m in decode.heard)
+            assert sum(map(len, w.server._ended.values())) < 100
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"), [("ABORTED", "ABORTED"), ("", "CLOSED"), ("no word\n", "CLOSED"), ("X" * 100_000, "CLOSED")]
+)
+def test_a_reason_that_is_no_word_is_replaced(told: str, reason: str) -> None:
+    async def body() -> None:
+        here = KvPool(SMALL, 4)
+        sink = TcpPageSink(here, DIGEST)
+        end = pb.ControlResponse(closed=pb.TransferClosed(transfer_id="t", reason=told))
+        client = scripted_client(sink, ScriptedPrefill([welcome(), end]))
+        assert await Borrower(client, sink, here, SCRIPTED).borrow("t", 1).reason() == reason
+        await client.close()
+
+    run(body())
+
+
+def test_pages_that_were_hashed_too_late_are_not_those_of_the_next_transfer_of_that_id() -> None:
+    async def body() -> None:
+        gate = threading.Event()
+        hashers = ThreadPoolExecutor(1)
+        async with world(hashers=hashers) as w:
+            hashers.submit(gate.wait, 20)
+            w.server.offer("t", 1)
+            w.server.pages_ready("t", 0, [Ref(3)])
+            w.server.close("t", "ABORTED")
+            await w.listener.end_of("t")
+            del w.listener.ended["t"]
+            w.server.offer("t", 1)
+            incoming = w.start("t", 1)
+            await w.listener.until(lambda: w.listener.opened == ["t"])
+            gate.set()
+            w.server.pages_ready("t", 0, [Ref(5)])
+            w.complete("t", 1)
+            await incoming.result()
+            assert w.decode.page(0) == w.prefill.page(5)
 
     run(body())

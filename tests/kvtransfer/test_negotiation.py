@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 import grpc.aio
@@ -58,6 +59,15 @@ def test_a_long_list_of_a_peer_is_cut() -> None:
 def test_a_host_that_is_not_known_is_no_other_one() -> None:
     assert same_host("a", "a") and not same_host("a", "b") and not same_host("", "")
     assert host_id() and host_id() == host_id()
+
+
+def test_two_users_of_one_host_are_as_far_apart_as_two_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """shm shows pages to processes of the same user only: a pair that chose it would fail every transfer."""
+    mine = host_id()
+    monkeypatch.setattr(os, "geteuid", lambda: 4242)
+    assert not same_host(mine, host_id())
+    offered, wanted = ["shm", "tcp"], ["shm", "tcp"]
+    assert choose(wanted, offered, same_host=same_host(mine, host_id())) == "tcp"
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import json
+import math
 import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -475,7 +476,8 @@ def test_an_address_survives_the_wire_and_a_wrong_one_does_not() -> None:
     pool = RemotePool("nixl", "i", "metadata", 1 << 47, 12, 4096)
     assert RemotePool.decode(pool.encode(), "nixl") == pool
     fields = json.loads(pool.encode())
-    wrong = [{"base": -1}, {"base": 1 << 64}, {"num_pages": 0}, {"page_bytes": "x"}, {"transport": "tcp"}, {"more": 1}]
+    bases = [{"base": base} for base in (-1, 1 << 64, math.inf)]
+    wrong = [*bases, {"num_pages": 0}, {"page_bytes": "x"}, {"transport": "tcp"}, {"more": 1}]
     for change in wrong:
         with pytest.raises(TransferError) as e:
             RemotePool.decode(json.dumps(fields | change), "nixl")
