@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,16 @@ def deployment(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Deplo
 
 @pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
 def test_killed_worker(deployment: Deployment, victim: str) -> None:
+    check_death(deployment, victim, signal.SIGKILL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["prefill-0", "decode-0"])
+def test_worker_whose_native_code_crashed(deployment: Deployment, victim: str) -> None:
+    check_death(deployment, victim, signal.SIGSEGV)
+
+
+def check_death(deployment: Deployment, victim: str, how: signal.Signals) -> None:
     survivor = "decode-0" if victim == "prefill-0" else "prefill-0"
     with deployment.client() as client:
         if victim == "prefill-0":
@@ -38,7 +49,7 @@ def test_killed_worker(deployment: Deployment, victim: str) -> None:
             streams = [BackgroundStream(client, 40, 2000, seed) for seed in range(3)]
             wait_begun(streams, 4)
         killed_s = time.monotonic()
-        deployment.kill(victim)
+        deployment.kill(victim, how)
         for stream in streams:
             error = stream.end()
             assert isinstance(error, Unavailable), error

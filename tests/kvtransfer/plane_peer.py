@@ -2,7 +2,8 @@
 
 python -m tests.kvtransfer.plane_peer PLANE INCARNATION GRPC_PORT DATA_PORT HALT      HALT: "no", "wait", "cut"
 
-Commands on stdin: "lend ID N" | "report" | "go" (no page halts any more). Events on stdout, a JSON object a line.
+Commands on stdin: "lend ID N" (a computed prompt) | "begin ID N", "range ID FIRST END" (one that is being computed) |
+"report" | "go" (no page halts any more). Events on stdout, a JSON object a line.
 With "wait" the first page that is read halts in its middle until "go"; with "cut" its connection ends there.
 """
 
@@ -52,6 +53,7 @@ class TellingLender(Lender):
 async def serve(plane: Plane, incarnation: str, grpc_port: int, data_port: int, halt: str) -> None:
     """Runs until stdin ends."""
     go = threading.Event()
+    lent = dict[str, list[Ref]]()
 
     def inside(sock: object) -> None:
         if not go.is_set():
@@ -96,6 +98,12 @@ async def serve(plane: Plane, incarnation: str, grpc_port: int, data_port: int, 
                 server.complete(
                     transfer_id, num_tokens=num_pages * 8, token_id=42, index=0, prompt_digest=PROMPT_DIGEST
                 )
+            case ["begin", transfer_id, number]:
+                lent[transfer_id] = lender.lend(transfer_id, int(number))
+                server.offer(transfer_id, int(number))
+                tell(event="lent", pages=[(ref.page_id, ref.generation) for ref in lent[transfer_id]])
+            case ["range", transfer_id, first, end]:
+                server.pages_ready(transfer_id, int(first), lent[transfer_id][int(first) : int(end)])
             case ["report"]:
                 ending = [name for name, e in server._entries.items() if e.transfer.state in TERMINAL]
                 tell(event="report", even=lender.even, leases=server.num_leases, ending=ending)
@@ -142,6 +150,11 @@ class PlanePeer:
     async def lend(self, transfer_id: str, num_pages: int) -> list[Ref]:
         """Offers a computed prompt."""
         self.send(f"lend {transfer_id} {num_pages}")
+        return [Ref(*page) for page in (await self.heard("lent"))["pages"]]
+
+    async def begin(self, transfer_id: str, num_pages: int) -> list[Ref]:
+        """Offers a prompt of which nothing is computed; `send` of "range ..." goes on."""
+        self.send(f"begin {transfer_id} {num_pages}")
         return [Ref(*page) for page in (await self.heard("lent"))["pages"]]
 
     async def report(self) -> dict[str, Any]:

@@ -155,6 +155,26 @@ def test_killed_inside_a_page_and_started_again_at_the_same_address(plane: Plane
     run(body(), 60)
 
 
+@pytest.mark.slow
+@every_remote_plane
+@pytest.mark.parametrize("num_ranges", range(5))
+def test_killed_between_the_ranges_of_a_prompt(plane: Plane, num_ranges: int) -> None:
+    """What had been pulled by then is of no use, and nobody waits for the rest."""
+
+    async def body() -> None:
+        async with plane_peer(plane, "p") as peer, across(plane, peer) as borrower:
+            loan = borrower.borrow("t", 8)
+            await peer.begin("t", 8)
+            for at in range(0, 2 * num_ranges, 2):
+                peer.send(f"range t {at} {at + 2}")
+            await eventually(lambda: loan.incoming._transfer.num_asked == 2 * num_ranges)
+            peer.process.kill()
+            assert await loan.reason() in GONE
+            assert borrower.even
+
+    run(body(), 60)
+
+
 @every_remote_plane
 def test_stopped_inside_a_page_and_resumed(plane: Plane) -> None:
     async def body() -> None:

@@ -94,9 +94,9 @@ class Deployment:
         free = self.metric(worker, "pdserve_engine_kv_free_pages")
         return free > 0 and free == self.metric(worker, "pdserve_engine_kv_pages")
 
-    def kill(self, name: str) -> None:
-        """SIGKILL, and waits for the end."""
-        self.children[name].send_signal(signal.SIGKILL)
+    def kill(self, name: str, how: signal.Signals = signal.SIGKILL) -> None:
+        """Ends a process by a signal that leaves it no time, and waits for the end."""
+        self.children[name].send_signal(how)
         assert self.children[name].wait(10.0)
 
     def logs(self) -> str:
