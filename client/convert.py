@@ -31,6 +31,7 @@ _BOOLS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens", "ec
 _INT_LISTS = ("stop_token_ids", "allowed_token_ids")
 _STR_LISTS = ("stop", "bad_words")
 _FORMS = tuple(common_pb2.StructuredOutputs.DESCRIPTOR.fields_by_name)
+_COUNTS = ("transfer_bytes", "transfer_last_pages", "transfer_last_bytes")
 _REQUEST_STRINGS = ("model", "tenant", "cache_salt")
 _FINISH: dict[int, FinishReason] = {
     common_pb2.FINISH_REASON_STOP: "stop",
@@ -118,7 +119,7 @@ def to_usage(message: common_pb2.Usage) -> Usage:
 def to_timings(message: common_pb2.Timings) -> Timings:
     """Durations from their message; an unset one becomes None."""
     values: dict[str, Any] = {f.name: getattr(message, f.name) or None for f in fields(Timings)}
-    return Timings(**values | {"transfer_bytes": message.transfer_bytes})
+    return Timings(**values | {name: getattr(message, name) for name in _COUNTS})
 
 
 def to_record(message: inference_pb2.GetRequestResponse) -> RequestRecord:

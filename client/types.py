@@ -132,6 +132,11 @@ class Timings:
         ttft_s: Arrival at the router to token 1 released.
         tpot_s: (last token - first token) / (tokens - 1).
         e2e_s: Arrival at the router to the end.
+        transfer_exposed_s: Manifest received to the begin of the first decode step: what prefill did not hide.
+        transfer_pull_s: Time in which pages moved: the sum of the pulls.
+        transfer_pull_hidden_s: Part of `transfer_pull_s` before the manifest was received.
+        transfer_last_pages: Pages of the last pull.
+        transfer_last_bytes: Bytes that the last pull put on the wire.
     """
 
     queue_s: float | None = None
@@ -144,6 +149,11 @@ class Timings:
     ttft_s: float | None = None
     tpot_s: float | None = None
     e2e_s: float | None = None
+    transfer_exposed_s: float | None = None
+    transfer_pull_s: float | None = None
+    transfer_pull_hidden_s: float | None = None
+    transfer_last_pages: int = 0
+    transfer_last_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ arrival --queue--> reserved --kv_transfer--> first decode step --decode--> end
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from pdserve.core.errors import PdserveError
@@ -21,11 +22,15 @@ from pdserve.core.tracing import (
     NUM_BYTES,
     NUM_PAGES,
     PREFILL,
+    PULL_HIDDEN_S,
+    PULL_S,
+    PULLED,
     QUEUE,
     REQUEST_ID,
     SCHEDULED,
     TRANSFER_ID,
     TRANSPORT,
+    WAIT_S,
     WATERMARK,
     AttributeValue,
     SpanEvent,
@@ -34,8 +39,37 @@ from pdserve.core.tracing import (
 from pdserve.v1 import common_pb2, worker_pb2
 
 
+class RangeFacts(Protocol):
+    """What one pull of a transfer says of itself; see `kvtransfer.timeline.PulledRange`."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages."""
+        ...
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the data plane."""
+        ...
+
+    @property
+    def wait_s(self) -> float:
+        """Announced to pull begun, seconds."""
+        ...
+
+    @property
+    def pull_s(self) -> float:
+        """Pull begun to verified, seconds."""
+        ...
+
+    @property
+    def verified_s(self) -> float:
+        """When the last page was here and verified, monotonic seconds."""
+        ...
+
+
 class TransferFacts(Protocol):
-    """What a complete transfer says of itself; see `kvtransfer.control_client.TransferResult`."""
+    """What a complete transfer says of itself; see `kvtransfer.timeline.TransferResult`."""
 
     @property
     def bytes_on_wire(self) -> int:
@@ -60,6 +94,26 @@ class TransferFacts(Protocol):
     @property
     def transport(self) -> str:
         """Data plane they came over."""
+        ...
+
+    @property
+    def manifest_s(self) -> float:
+        """When the manifest came, monotonic seconds."""
+        ...
+
+    @property
+    def ranges(self) -> Sequence[RangeFacts]:
+        """The pulls, in order."""
+        ...
+
+    @property
+    def pull_s(self) -> float:
+        """Time in which pages moved, seconds."""
+        ...
+
+    @property
+    def pull_hidden_s(self) -> float:
+        """Part of it before the manifest came, seconds."""
         ...
 
 
@@ -88,6 +142,7 @@ class StreamRecord:
         self._started_s: float | None = None
         self._first_s: float | None = None
         self._transfer_began_s: float | None = None
+        self._manifest_s: float | None = None
         self._queued, self._ended = True, False
         self._prefill_events: list[SpanEvent] = []
         self.timings = common_pb2.Timings()
@@ -109,18 +164,28 @@ class StreamRecord:
         self.timings.transfer_s = result.transfer_s
         self.timings.transfer_hidden_s = result.hidden_s
         self.timings.transfer_bytes = result.bytes_on_wire
+        self.timings.transfer_pull_s = result.pull_s
+        self.timings.transfer_pull_hidden_s = result.pull_hidden_s
+        if result.ranges:
+            self.timings.transfer_last_pages = result.ranges[-1].num_pages
+            self.timings.transfer_last_bytes = result.ranges[-1].num_bytes
+        self._manifest_s = result.manifest_s
         self._metrics.kv_transfers.labels("complete", "").inc()
         self._metrics.kv_bytes.labels(result.transport).inc(result.bytes_on_wire)
         self._metrics.kv_seconds.observe(result.transfer_s)
         self._metrics.kv_hidden_seconds.observe(result.hidden_s)
+        self._metrics.kv_pull_seconds.observe(result.pull_s)
         facts: dict[str, AttributeValue] = {
             NUM_PAGES: result.num_pages,
             NUM_BYTES: result.bytes_on_wire,
             HIDDEN_S: result.hidden_s,
+            PULL_S: result.pull_s,
+            PULL_HIDDEN_S: result.pull_hidden_s,
             TRANSPORT: result.transport,
         }
+        events = [*map(_pulled, result.ranges), SpanEvent(COMMITTED, now)]
         began, self._transfer_began_s = self._transfer_began_s or now, None
-        self._span(KV_TRANSFER, began, now, events=[SpanEvent(COMMITTED, now)], more=facts)
+        self._span(KV_TRANSFER, began, now, events=events, more=facts)
 
     def transfer_failed(self, error: PdserveError, now: float, *, aborted: bool) -> None:
         """The transfer did not complete."""
@@ -146,6 +211,9 @@ class StreamRecord:
             self._first_s = now
             self._metrics.cached_tokens.inc(num_cached_tokens)
             self._decode_began_s = now if self._prefills else step_began
+            if self._manifest_s is not None:
+                self.timings.transfer_exposed_s = max(0.0, step_began - self._manifest_s)
+                self._metrics.kv_exposed_seconds.observe(self.timings.transfer_exposed_s)
             if self._prefills:
                 self._end_prefill(now)
         self._last_s = now
@@ -221,3 +289,14 @@ class StreamRecord:
         self._tracing.record(
             name, self._traceparent, start_s, end_s, attributes=attributes, events=events or (), error=error
         )
+
+
+def _pulled(pulled: RangeFacts) -> SpanEvent:
+    """The event of one pull, at its end."""
+    facts: dict[str, AttributeValue] = {
+        NUM_PAGES: pulled.num_pages,
+        NUM_BYTES: pulled.num_bytes,
+        WAIT_S: pulled.wait_s,
+        PULL_S: pulled.pull_s,
+    }
+    return SpanEvent(PULLED, pulled.verified_s, facts)

@@ -30,6 +30,7 @@ _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0
 _TPOT_S = (0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _E2E_S = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92, 163.84, 327.68)
 _STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_PULL_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
@@ -175,6 +176,18 @@ class WorkerMetrics:
             "pdserve_kv_transfer_hidden_seconds",
             "Part of a transfer that ran while the prompt was still computed",
             buckets=_TTFT_S,
+            registry=r,
+        )
+        self.kv_pull_seconds = Histogram(
+            "pdserve_kv_transfer_pull_seconds",
+            "Time in which a transfer moved pages: the sum of its pulls",
+            buckets=_PULL_S,
+            registry=r,
+        )
+        self.kv_exposed_seconds = Histogram(
+            "pdserve_kv_transfer_exposed_seconds",
+            "Manifest received to the begin of the first decode step",
+            buckets=_PULL_S,
             registry=r,
         )
         self.leases = Gauge("pdserve_kv_leases", "Leases alive", registry=r)

@@ -24,10 +24,11 @@ if TYPE_CHECKING:
 # Spans.
 QUEUE, PREFILL, KV_TRANSFER, DECODE = "queue", "prefill", "kv_transfer", "decode"
 # Events.
-SCHEDULED, FIRST_TOKEN, WATERMARK, COMMITTED, FINISHED = (
+SCHEDULED, FIRST_TOKEN, WATERMARK, PULLED, COMMITTED, FINISHED = (
     "scheduled",
     "first_token",
     "watermark",
+    "pulled",
     "committed",
     "finished",
 )
@@ -35,6 +36,7 @@ SCHEDULED, FIRST_TOKEN, WATERMARK, COMMITTED, FINISHED = (
 REQUEST_ID, ATTEMPT, TRANSFER_ID = "pdserve.request_id", "pdserve.attempt", "pdserve.transfer_id"
 NUM_PAGES, NUM_BYTES, HIDDEN_S = "pdserve.num_pages", "pdserve.num_bytes", "pdserve.hidden_s"
 TRANSPORT = "pdserve.transport"
+WAIT_S, PULL_S, PULL_HIDDEN_S = "pdserve.wait_s", "pdserve.pull_s", "pdserve.pull_hidden_s"
 
 EXPORT_TIMEOUT_S = 2.0
 _TRACEPARENT = "traceparent"

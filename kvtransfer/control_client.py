@@ -26,6 +26,7 @@ from pdserve.kvtransfer.arrival import Arrival, Inlet, Stages, open_inlet
 from pdserve.kvtransfer.control_messages import OUTCOMES, facts_of, reason_of, stream_error
 from pdserve.kvtransfer.handoff import SinkTransfer, TransferState
 from pdserve.kvtransfer.negotiation import PROTOCOL_VERSION
+from pdserve.kvtransfer.timeline import Timeline, TransferResult
 from pdserve.kvtransfer.transport import PageSink, QuarantiningSink, SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
@@ -52,31 +53,6 @@ class TransferPeer:
     incarnation: str
 
 
-@dataclass(frozen=True, slots=True)
-class TransferResult:
-    """A complete transfer.
-
-    Attributes:
-        token_id: Sampled by prefill; never sampled again.
-        index: Its output index.
-        finished: That token ended the request; the destinations hold nothing of use.
-        bytes_on_wire: Bytes of the data plane, headers included.
-        transfer_s: First byte asked to last page verified, seconds.
-        hidden_s: Part of transfer_s before the manifest came, seconds.
-        num_pages: Pages that were pulled.
-        transport: Data plane that they came over.
-    """
-
-    token_id: int
-    index: int
-    finished: bool
-    bytes_on_wire: int
-    transfer_s: float
-    hidden_s: float
-    num_pages: int
-    transport: str
-
-
 class IncomingTransfer:
     """One transfer; made by `TransferClient.start`."""
 
@@ -97,6 +73,7 @@ class IncomingTransfer:
         self._done = asyncio.get_running_loop().create_future()
         self._decided = asyncio.get_running_loop().create_future()
         self._message = ""
+        self._timeline = Timeline()
 
     @property
     def state(self) -> TransferState:
@@ -146,6 +123,8 @@ class IncomingTransfer:
             hidden,
             t.num_asked,
             self._stream.transport,
+            t.manifest_s or 0.0,
+            self._timeline.ranges,
         )
 
     async def abort(self, reason: str = "ABORTED") -> None:
@@ -177,6 +156,8 @@ class IncomingTransfer:
                     self._feed(handoff.Ended(TransferState.FAILED, "NO_CHECKSUM"))
                 else:
                     self._feed(handoff.PagesFinal(message.watermark.first_page, pages))
+                    known = self._transfer.num_cached_pages + len(self._transfer.known)
+                    self._timeline.announced(known, self._clock.now())
             case "manifest":
                 self._feed(handoff.Computed(facts_of(message.manifest)))
             case "closed":
@@ -215,6 +196,7 @@ class IncomingTransfer:
     async def _run_pull(self, action: handoff.Pull) -> handoff.PullEnded:
         said = self._stream.welcome
         assert said is not None
+        began_s = self._clock.now()
         try:
             num_bytes = await self._arriving().pull(
                 said.data_address, said.data_token, self.transfer_id, action.position, action.pages
@@ -222,6 +204,7 @@ class IncomingTransfer:
         except TransferError as e:
             self._message = self._message or e.message
             return handoff.PullEnded(0, e.reason)
+        self._timeline.pulled(action.position, len(action.pages), num_bytes, began_s, self._clock.now())
         return handoff.PullEnded(num_bytes)
 
     def _on_pull_done(self, task: asyncio.Task[handoff.PullEnded]) -> None:

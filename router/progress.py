@@ -10,7 +10,10 @@ from pdserve.router.recorder import Recorder
 from pdserve.router.trace import RequestTrace
 from pdserve.v1 import common_pb2
 
-_WORKER_TIMINGS = ("prefill_s", "transfer_s", "transfer_hidden_s", "transfer_bytes", "decode_s")
+_WORKER_TIMINGS = (
+    *("prefill_s", "decode_s", "transfer_s", "transfer_hidden_s", "transfer_bytes", "transfer_exposed_s"),
+    *("transfer_pull_s", "transfer_pull_hidden_s", "transfer_last_pages", "transfer_last_bytes"),
+)
 
 
 @dataclass(slots=True)

@@ -239,6 +239,12 @@ def _transfer() -> list[timeseries.Panel]:
         ),
         panel("Transfer time", "First byte to last page verified", "s", quantiles("pdserve_kv_transfer_seconds")),
         panel(
+            "Time waiting for pages",
+            "From the manifest, when the prompt is computed, to the begin of the first decode step",
+            "s",
+            quantiles("pdserve_kv_transfer_exposed_seconds"),
+        ),
+        panel(
             "Hidden share",
             "Part of the transfers' time that ran while the prompt was still computed",
             "percentunit",

@@ -20,10 +20,21 @@ class Spans:
     """A tracer that keeps (name, start, end, reason of the error)."""
 
     seen: list[tuple[str, float, float, str]] = field(default_factory=list)
+    events: list[tuple[str, float, dict[str, object]]] = field(default_factory=list)
 
     def record(self, name, traceparent, start_s, end_s, *, attributes, events, error=None):
         assert start_s <= end_s and traceparent == "tp" and attributes["pdserve.request_id"] == "r"
         self.seen.append((name, start_s, end_s, error.reason if error else ""))
+        self.events += [(e.name, e.at_s, dict(e.attributes)) for e in events]
+
+
+@dataclass(frozen=True)
+class Range:
+    num_pages: int = 2
+    num_bytes: int = 500
+    wait_s: float = 0.25
+    pull_s: float = 0.5
+    verified_s: float = 15.5
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,10 @@ class Pulled:
     hidden_s: float = 2.0
     num_pages: int = 4
     transport: str = "tcp"
+    manifest_s: float = 15.0
+    ranges: tuple[Range, ...] = (Range(verified_s=13.0), Range(num_pages=1, num_bytes=300))
+    pull_s: float = 1.0
+    pull_hidden_s: float = 0.5
 
 
 class Seen:
@@ -69,8 +84,14 @@ def test_decode_pulls_and_generates() -> None:
     assert s.spans.seen == [("queue", 10.0, 12.0, ""), ("kv_transfer", 12.0, 16.0, ""), ("decode", 16.5, 18.0, "")]
     t = s.record.timings
     assert (t.queue_s, t.transfer_s, t.transfer_hidden_s, t.transfer_bytes, t.decode_s) == (0.0, 3.0, 2.0, 1000, 1.5)
+    assert (t.transfer_exposed_s, t.transfer_pull_s, t.transfer_pull_hidden_s) == (1.5, 1.0, 0.5)
+    assert (t.transfer_last_pages, t.transfer_last_bytes) == (1, 300)
     assert s.metric("pdserve_generation_tokens_total") == 3
     assert s.metric("pdserve_worker_tpot_seconds_sum") == 0.5
+    assert s.metric("pdserve_kv_transfer_exposed_seconds_sum") == 1.5
+    assert s.metric("pdserve_kv_transfer_pull_seconds_sum") == 1.0
+    pulls = [(at_s, facts["pdserve.num_bytes"]) for name, at_s, facts in s.spans.events if name == "pulled"]
+    assert pulls == [(13.0, 500), (15.5, 300)]
 
 
 def test_mixed_does_both() -> None:

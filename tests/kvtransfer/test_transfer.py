@@ -41,6 +41,11 @@ def test_pages_arrive_whole_while_the_prompt_is_computed(plane: str) -> None:
                 assert w.decode.page(8 + position) == w.prefill.page(source)
             assert 5 * LAYOUT.page_bytes <= result.bytes_on_wire <= 5 * LAYOUT.page_bytes * 1.02
             assert 0.0 <= result.hidden_s <= result.transfer_s
+            ends = [1, *(r.first_page + r.num_pages for r in result.ranges)]
+            assert [r.first_page for r in result.ranges] == ends[:-1] and ends[-1] == 6, "no page twice, none left out"
+            assert sum(r.num_bytes for r in result.ranges) == result.bytes_on_wire
+            assert all(r.announced_s <= r.began_s <= r.verified_s for r in result.ranges)
+            assert 0.0 <= result.pull_hidden_s <= result.pull_s
             assert await w.listener.end_of("t") == (TransferState.COMPLETE, "COMPLETE")
 
     run(body())

@@ -27,6 +27,7 @@ PURE = [
     "engine/step.py",
     "kvtransfer/convert.py",
     "kvtransfer/handoff.py",
+    "kvtransfer/timeline.py",
     "router/policy.py",
     "router/worker_table.py",
     "router/admission.py",

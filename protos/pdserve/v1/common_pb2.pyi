@@ -179,7 +179,7 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("queue_s", "prefill_s", "transfer_s", "transfer_hidden_s", "transfer_bytes", "handoff_gap_s", "decode_s", "ttft_s", "tpot_s", "e2e_s")
+    __slots__ = ("queue_s", "prefill_s", "transfer_s", "transfer_hidden_s", "transfer_bytes", "handoff_gap_s", "decode_s", "ttft_s", "tpot_s", "e2e_s", "transfer_exposed_s", "transfer_pull_s", "transfer_pull_hidden_s", "transfer_last_pages", "transfer_last_bytes")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
@@ -190,6 +190,11 @@ class Timings(_message.Message):
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
     E2E_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_PULL_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_PULL_HIDDEN_S_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_LAST_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_LAST_BYTES_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     prefill_s: float
     transfer_s: float
@@ -200,7 +205,12 @@ class Timings(_message.Message):
     ttft_s: float
     tpot_s: float
     e2e_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., transfer_hidden_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., handoff_gap_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., e2e_s: _Optional[float] = ...) -> None: ...
+    transfer_exposed_s: float
+    transfer_pull_s: float
+    transfer_pull_hidden_s: float
+    transfer_last_pages: int
+    transfer_last_bytes: int
+    def __init__(self, queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., transfer_hidden_s: _Optional[float] = ..., transfer_bytes: _Optional[int] = ..., handoff_gap_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., e2e_s: _Optional[float] = ..., transfer_exposed_s: _Optional[float] = ..., transfer_pull_s: _Optional[float] = ..., transfer_pull_hidden_s: _Optional[float] = ..., transfer_last_pages: _Optional[int] = ..., transfer_last_bytes: _Optional[int] = ...) -> None: ...
 
 class ErrorDetail(_message.Message):
     __slots__ = ("status", "reason", "message", "retry_after_ms")
