@@ -125,6 +125,14 @@ _PREFILL: dict[Arch, _Table] = {
     },
 }
 
+_PREFILL_FP8_KV: dict[Arch, _Table] = {
+    "sm_80": {},
+    "sm_90": {(256, 2): AttentionConfig(16, 8, 2, block_m=128)},
+    "sm_100": {},
+    "gfx942": {},
+}
+"""Where decoding KV of 8 bits takes registers that the entry of `_PREFILL` has not left."""
+
 
 def cuda_arch(major: int) -> Arch:
     """Table of a CUDA compute capability; consumer Blackwell (12.x) has the small shared memory of sm_80's table.
@@ -149,9 +157,17 @@ def decode_config(arch: Arch, widest_dim: int, num_bytes: int) -> AttentionConfi
     return _entry(_DECODE[arch], widest_dim, num_bytes)
 
 
-def prefill_config(arch: Arch, widest_dim: int, num_bytes: int) -> AttentionConfig:
-    """Configuration of prefill attention; arguments as in `decode_config`."""
-    return _entry(_PREFILL[arch], widest_dim, num_bytes)
+def prefill_config(arch: Arch, widest_dim: int, num_bytes: int, *, is_fp8_kv: bool = False) -> AttentionConfig:
+    """Configuration of prefill attention.
+
+    Args:
+        arch: Table.
+        widest_dim: Larger one of key and value width.
+        num_bytes: Bytes of one query element.
+        is_fp8_kv: The pages hold e4m3 numbers; for queries of 16 bits (with float32 ones the kernels spill).
+    """
+    table = _PREFILL[arch] | (_PREFILL_FP8_KV[arch] if is_fp8_kv else {})
+    return _entry(table, widest_dim, num_bytes)
 
 
 def _entry(table: _Table, widest_dim: int, num_bytes: int) -> AttentionConfig:

@@ -89,8 +89,10 @@ def attend(
             *tensors, scale=scale, config=config, num_splits=splits, window=window, softcap=softcap, sinks=sinks
         )
     if not is_decode:
+        is_fp8 = key_pages.element_size() == 1
+        config = prefill_config(profile.arch, widest, query.element_size(), is_fp8_kv=is_fp8)
         prefill_attention(
-            *tensors, scale=scale, config=prefill_config(profile.arch, widest, query.element_size()),
+            *tensors, scale=scale, config=config,
             skips_single=num_seqs > 1, window=window, softcap=softcap, sinks=sinks,
         )  # fmt: skip
     return output

@@ -23,6 +23,15 @@ def test_every_width_has_a_valid_entry(arch, find) -> None:  # type: ignore[no-u
             find(arch, 257, num_bytes)
 
 
+@pytest.mark.parametrize("arch", ARCHS)
+def test_pages_of_fp8_have_an_entry_for_every_width(arch) -> None:  # type: ignore[no-untyped-def]
+    for num_bytes in (2, 4):
+        for dim in (16, 64, 65, 128, 129, 256):
+            config, plain = (prefill_config(arch, dim, num_bytes, is_fp8_kv=fp8) for fp8 in (True, False))
+            assert config.block_n >= 16 and config.block_n == power_of_two(config.block_n)
+            assert config.block_n * config.block_m <= plain.block_n * plain.block_m
+
+
 def test_cuda_capabilities_find_their_table() -> None:
     assert [cuda_arch(major) for major in (8, 9, 10, 12)] == ["sm_80", "sm_90", "sm_100", "sm_80"]
     with pytest.raises(ConfigError, match="7"):

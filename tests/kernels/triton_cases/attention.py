@@ -150,7 +150,9 @@ def fp8() -> list[Outcome]:
     """KV of e4m3 numbers, float16 queries; scales are those of `store_kv`'s caller."""
     plain = Case((1, 1), (290, 33), 4, 2, 64, 64, 16)
     mixed = Case((11, 1), (40, 33), 4, 2, 128, 128, 32, window=30, sinks=True)
-    outcomes = [run("decode", plain, d, fp8=True) for d in DTYPES] + [run("mixed", mixed, d, fp8=True) for d in DTYPES]
+    wide = Case((9, 1), (40, 33), 2, 1, 256, 256, 16)
+    cases = {"decode": plain, "mixed": mixed, "mixed, wide": wide}
+    outcomes = [run(name, case, dtype, fp8=True) for name, case in cases.items() for dtype in DTYPES]
     inputs = make_inputs(plain, torch.float32, 1, fp8=True)
     output = torch.full((2, 4, 64), float("nan"))
     launch(
