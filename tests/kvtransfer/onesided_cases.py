@@ -16,16 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-import xxhash
 
-from pdserve.core.errors import TransferError
 from pdserve.kvtransfer import mooncake, nixl, onesided
 from pdserve.kvtransfer.onesided import OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.remote_reads import Library, Read, RemotePool, Run
 from pdserve.kvtransfer.transport import SourcePageRef
 
-from .world import LAYOUT, eventually, fill, run
+from .world import LAYOUT, eventually, fill, reason_of, refs, run
 
 NUM_PAGES = 64
 POISON = b"\x55" * (NUM_PAGES * LAYOUT.page_bytes)
@@ -139,7 +137,7 @@ class Sink:
     there: KvPool  # what the source holds
 
     def refs(self, page_ids: Sequence[int]) -> list[SourcePageRef]:
-        return [SourcePageRef(i, 1, xxhash.xxh3_64_intdigest(self.there.page(i))) for i in page_ids]
+        return refs(self.there, page_ids)
 
     def start(self, address: str, page_ids: Sequence[int], destinations: Sequence[int]) -> asyncio.Task[int]:
         return asyncio.create_task(self.sink.pull(address, bytes(16), "t", self.refs(page_ids), destinations))
@@ -169,12 +167,6 @@ async def sink(plane: Plane, idle_s: float = 20.0) -> AsyncIterator[Sink]:
     finally:
         gate.open.set()
         await asyncio.wait_for(made.close(), 20)
-
-
-async def reason_of(pull: asyncio.Task[int]) -> str:
-    with pytest.raises(TransferError) as e:
-        await asyncio.wait_for(asyncio.shield(pull), 20)
-    return e.value.reason
 
 
 def test_pages_of_any_order_arrive_and_a_changed_one_does_not(plane: Plane, shared: Source) -> None:

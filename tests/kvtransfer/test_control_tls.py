@@ -11,8 +11,7 @@ from pdserve.core.tls import Tls
 from pdserve.kvtransfer.handoff import TransferState
 from tests.support.certificates import EXPIRED, member, unproven
 
-from .test_tcp import reason_of
-from .world import Ref, run, world
+from .world import Ref, reason_of, run, world
 
 AUTHORITY, OTHER = Authority.new(), Authority.new("another authority")
 

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
 import pytest
-import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,7 +22,7 @@ from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
 from pdserve.kvtransfer.transport import SourcePageRef
 
-from .world import SMALL, eventually, fill, run
+from .world import SMALL, eventually, fill, reason_of, refs, run
 
 NUM_PAGES = 64
 
@@ -92,7 +91,7 @@ class Pair:
     overdue: list[tuple[str, str]] = field(default_factory=list)
 
     def refs(self, page_ids: Sequence[int]) -> list[SourcePageRef]:
-        return [SourcePageRef(i, 1, xxhash.xxh3_64_intdigest(self.there.page(i))) for i in page_ids]
+        return refs(self.there, page_ids)
 
     def start(
         self, page_ids: Sequence[int], destinations: Sequence[int], *, instance: str = "a", transfer_id: str = "t"
@@ -119,12 +118,6 @@ async def pair(idle_s: float = 30.0, pages_per_part: int = 4, at_once: bool = Fa
             read.end(copy=False)
         await asyncio.wait_for(sink.close(), 10)
         assert library.closed and sink.num_quarantined == 0
-
-
-async def reason_of(pull: asyncio.Task[int]) -> str:
-    with pytest.raises(TransferError) as e:
-        await asyncio.wait_for(asyncio.shield(pull), 10)
-    return e.value.reason
 
 
 async def begun(p: Pair, count: int) -> None:

@@ -19,16 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import xxhash
 
-from pdserve.core.errors import ConfigError, TransferError
+from pdserve.core.errors import ConfigError
 from pdserve.kvtransfer import memfd, shm, shm_source, sockets, wire
 from pdserve.kvtransfer.page_table import table_bytes
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.transport import SourcePageRef
 
-from .world import DIGEST, LAYOUT, SMALL, eventually, fill, run
+from .world import DIGEST, LAYOUT, SMALL, eventually, fill, reason_of, refs, run
 
 NUM_PAGES = 64
 
@@ -60,12 +59,6 @@ class Pair:
         return await self.sink.pull(self.source.address, self.token, "t", pages, destinations)
 
 
-def refs(
-    pool: KvPool, page_ids: list[int] | range, generation: int = 1, *, checksums: bool = True
-) -> list[SourcePageRef]:
-    return [SourcePageRef(i, generation, xxhash.xxh3_64_intdigest(pool.page(i)) if checksums else 0) for i in page_ids]
-
-
 @asynccontextmanager
 async def pair(idle_s: float = 10.0) -> AsyncIterator[Pair]:
     there, here = KvPool(LAYOUT, NUM_PAGES), HookedPool(LAYOUT, NUM_PAGES)
@@ -78,12 +71,6 @@ async def pair(idle_s: float = 10.0) -> AsyncIterator[Pair]:
         source.close()
         there.close()
         here.close()
-
-
-async def reason_of(coroutine: object) -> str:
-    with pytest.raises(TransferError) as e:
-        await coroutine  # type: ignore[misc]
-    return e.value.reason
 
 
 def num_mappings() -> int:

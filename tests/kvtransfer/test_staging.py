@@ -24,17 +24,15 @@ from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import Capabilities, PageSink, PageSource, SourcePageRef
 
 from .layouts import layer_groups, make_kv, make_pages, poisoned_pool, put, shards_of
-from .world import DIGEST, eventually, fill, run
-
-import xxhash  # isort: skip
+from .world import DIGEST, eventually, fill, refs, run
 
 
 def published(source: PageSource, pool: KvPool, page_ids: Sequence[int]) -> tuple[bytes, list[SourcePageRef]]:
     """Lets one reader read pages of transfer "t"."""
     token = source.new_reader()
-    refs = [SourcePageRef(i, 1, xxhash.xxh3_64_intdigest(pool.page(i))) for i in page_ids]
-    source.publish("t", token, refs)
-    return token, refs
+    pages = refs(pool, page_ids)
+    source.publish("t", token, pages)
+    return token, pages
 
 
 class Side:

@@ -17,16 +17,14 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-import xxhash
 
-from pdserve.core.errors import TransferError
 from pdserve.kvtransfer import acceptor, wire
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.sockets import shut_down
 from pdserve.kvtransfer.tcp import MAX_PER_PEER, TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import SourcePageRef
 
-from .world import DIGEST, LAYOUT, eventually, fill, run
+from .world import DIGEST, LAYOUT, eventually, fill, reason_of, refs, run
 
 NUM_PAGES = 64
 
@@ -45,10 +43,6 @@ class Pair:
         return refs(self.there, page_ids, generation)
 
 
-def refs(pool: KvPool, page_ids: range, generation: int = 1) -> list[SourcePageRef]:
-    return [SourcePageRef(i, generation, xxhash.xxh3_64_intdigest(pool.page(i))) for i in page_ids]
-
-
 @asynccontextmanager
 async def pair(idle_s: float = 2.0) -> AsyncIterator[Pair]:
     there, here = KvPool(LAYOUT, NUM_PAGES), KvPool(LAYOUT, NUM_PAGES)
@@ -61,12 +55,6 @@ async def pair(idle_s: float = 2.0) -> AsyncIterator[Pair]:
         source.close()
         there.close()
         here.close()
-
-
-async def reason_of(coroutine: object) -> str:
-    with pytest.raises(TransferError) as e:
-        await coroutine  # type: ignore[misc]
-    return e.value.reason
 
 
 def test_pages_arrive_over_one_reused_connection_with_little_overhead() -> None:

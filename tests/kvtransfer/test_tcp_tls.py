@@ -28,8 +28,8 @@ from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
 from pdserve.kvtransfer.transport import SourcePageRef
 from tests.support.certificates import EXPIRED, client_hello, member, num_descriptors, unproven
 
-from .test_tcp import NUM_PAGES, Pair, reason_of, refs, said_half
-from .world import DIGEST, LAYOUT, eventually, fill, run
+from .test_tcp import NUM_PAGES, Pair, said_half
+from .world import DIGEST, LAYOUT, eventually, fill, reason_of, refs, run
 
 AUTHORITY, OTHER = Authority.new(), Authority.new("another authority")
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import grpc.aio
+import pytest
+import xxhash
 
 from pdserve.core.clock import MonotonicClock
+from pdserve.core.errors import TransferError
 from pdserve.core.grpc_server import ErrorInterceptor, open_channel
 from pdserve.core.layout import KVLayout
 from pdserve.core.tls import Tls
@@ -22,7 +25,7 @@ from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
-from pdserve.kvtransfer.transport import PageSink, PageSource
+from pdserve.kvtransfer.transport import PageSink, PageSource, SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 
 DIGEST = bytes(range(32))
@@ -129,6 +132,18 @@ def source_over(plane: str, pool: KvPool, tls: Tls | None = None) -> PageSource:
 def sink_over(plane: str, pool: KvPool, tls: Tls | None = None) -> PageSink:
     """The sink of a plane, see `source_over`."""
     return ShmPageSink(pool, DIGEST) if plane == "shm" else TcpPageSink(pool, DIGEST, tls=tls)
+
+
+def refs(pool: KvPool, page_ids: Sequence[int], generation: int = 1, *, checksums: bool = True) -> list[SourcePageRef]:
+    """Pages of a pool as a watermark names them."""
+    return [SourcePageRef(i, generation, xxhash.xxh3_64_intdigest(pool.page(i)) if checksums else 0) for i in page_ids]
+
+
+async def reason_of(work: Awaitable[object], limit_s: float = 20.0) -> str:
+    """Waits until work fails; why."""
+    with pytest.raises(TransferError) as e:
+        await asyncio.wait_for(asyncio.shield(work), limit_s)
+    return e.value.reason
 
 
 @asynccontextmanager
