@@ -25,6 +25,7 @@ EXPERIMENTS = {
     "batching": ("pdserve.bench.engine_batching", "continuous, dynamic and static batching, beside slot arithmetic"),
     "reservation": ("pdserve.bench.engine_reservation", "KV memory: paged on demand, maximum length, buddy blocks"),
     "scheduler": ("pdserve.bench.engine_scheduler", "CPU time of schedule and update; 100,000 sequences"),
+    "runs": ("pdserve.bench.engine_runs", "pages of a prompt that follow each other, by how full the pool is"),
     "prefix": ("pdserve.bench.engine_prefix", "a conversation's turns; what the prefix cache costs without reuse"),
     "interference": ("pdserve.bench.engine_interference", "decodes while long prompts arrive, chunked and not"),
     "swap": ("pdserve.bench.engine_swap", "swap against recompute of a preempted sequence, and what the costs choose"),

@@ -5,11 +5,14 @@ Every page is in exactly one state, and `check()` proves it:
     FREE ──allocate──▶ HELD ──release (last holder)──▶ FREE, or CACHED when it is kept for reuse
     FREE ──allocate(FILLING)──▶ FILLING ──validate──▶ HELD          (reserved, written by a transfer)
     FILLING ──move──▶ FREE or QUARANTINE;  QUARANTINE ──move──▶ FREE
-    CACHED ──hold──▶ HELD, ──allocate (no page is FREE), unkeep──▶ FREE
+    CACHED ──hold──▶ HELD, ──allocate (too few are FREE, or no run), unkeep──▶ FREE
 
 A page's generation grows each time it becomes free, so a reference (page, generation) names one use of the page.
 CACHED pages are evicted in the order in which they lost their last holder; of the pages released together the deepest
 goes first, so that what is left of a prefix can still be found from its start.
+
+Pages are given in runs of neighbours (`free_runs`), for a run is one copy and one descriptor of a transfer. So that
+there are runs to choose from, some pages are evicted ahead of need, and lie free until their neighbours are free too.
 Only the engine thread touches the pool.
 """
 
@@ -18,6 +21,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+from itertools import islice
+
+from pdserve.engine.free_runs import FreeRuns
 
 
 class PageState(StrEnum):
@@ -38,32 +44,36 @@ TRANSITIONS: Mapping[PageState, frozenset[PageState]] = {
     PageState.QUARANTINE: frozenset({PageState.FREE}),
 }
 
+SPARE = 16
+"""One part in so many of a pool is evicted ahead of need, at most."""
+
 
 class PagePool:
     """States, holders and generations of `num_pages` pages.
 
     Args:
         num_pages: Pages in the pool, >= 1.
+        num_spare: CACHED pages that may be evicted ahead of need; None: a part of the pool.
     """
 
-    __slots__ = ("_cached", "_free", "_generation", "_holders", "_kept", "_state", "num_pages")
+    __slots__ = ("_cached", "_free", "_generation", "_holders", "_kept", "_num_spare", "_state", "num_pages")
 
-    def __init__(self, num_pages: int) -> None:
+    def __init__(self, num_pages: int, num_spare: int | None = None) -> None:
         if num_pages < 1:
             raise ValueError(f"num_pages is {num_pages}; it must be at least 1")
         self.num_pages = num_pages
         self._state = [PageState.FREE] * num_pages
         self._holders = [0] * num_pages
         self._generation = [0] * num_pages
-        # A stack whose top is its end. Pages leave in ascending runs and come back as the run they were.
-        self._free = list(range(num_pages - 1, -1, -1))
+        self._free = FreeRuns(num_pages)
+        self._num_spare = num_pages // SPARE if num_spare is None else num_spare
         self._kept = bytearray(num_pages)
         self._cached: dict[int, None] = {}  # in the order of eviction
 
     @property
     def num_free(self) -> int:
         """Pages that `allocate` can give: free or evictable."""
-        return len(self._free) + len(self._cached)
+        return self._free.num_pages + len(self._cached)
 
     def state(self, page_id: int) -> PageState:
         """State of a page."""
@@ -82,28 +92,32 @@ class PagePool:
         return num_pages <= self.num_free
 
     def allocate(self, num_pages: int, state: PageState = PageState.HELD) -> list[int]:
-        """Takes free pages, and evicts CACHED ones where these are too few; all or nothing, ask `can_allocate` first.
+        """Takes free pages; evicts CACHED ones where those are too few, or no run. All or nothing: ask `can_allocate`.
+
+        One run, if a run of free pages is long enough, also after evicting until `num_spare` pages more than asked for
+        are free; else the fewest runs that the free pages have, the longest first.
 
         Args:
             num_pages: How many, >= 1.
             state: HELD (with one holder) or FILLING.
 
         Returns:
-            Page ids, in runs where the free list has runs.
+            Page ids, ascending within each run.
         """
         assert state in TRANSITIONS[PageState.FREE]
         assert 1 <= num_pages <= self.num_free, f"{num_pages} pages asked, {self.num_free} free"
-        while len(self._free) < num_pages:
-            page = next(iter(self._cached))
-            del self._cached[page]
-            self._become_free(page)
-        pages = self._free[-num_pages:]
-        pages.reverse()
-        del self._free[-num_pages:]
+        if self._cached and not self._free.has_run(num_pages):
+            self._evict(num_pages + self._num_spare - self._free.num_pages)
         holders = 1 if state is PageState.HELD else 0
-        for page in pages:
-            self._state[page] = state
-            self._holders[page] = holders
+        if num_pages == 1:
+            page = self._free.take_page()
+            self._state[page], self._holders[page] = state, holders
+            return [page]
+        pages: list[int] = []
+        for first, end in self._free.take(num_pages):
+            pages += range(first, end)
+            self._state[first:end] = [state] * (end - first)
+            self._holders[first:end] = [holders] * (end - first)
         return pages
 
     def validate(self, pages: Iterable[int]) -> None:
@@ -128,7 +142,7 @@ class PagePool:
         self._kept[page] = False
         if self._state[page] is PageState.CACHED:
             del self._cached[page]
-            self._become_free(page)
+            self._become_free([page])
 
     def release(self, pages: Sequence[int]) -> None:
         """Takes a holder from each page; without holders a page becomes FREE, or CACHED when it is kept.
@@ -136,15 +150,21 @@ class PagePool:
         Args:
             pages: HELD pages, a sequence's in their order.
         """
+        state, holders, held = self._state, self._holders, PageState.HELD
+        freed = []
         for page in reversed(pages):
-            assert self._state[page] is PageState.HELD, f"page {page} is {self._state[page]}, not held"
-            self._holders[page] -= 1
-            if self._holders[page] == 0:
-                if self._kept[page]:
-                    self._state[page] = PageState.CACHED
-                    self._cached[page] = None
-                else:
-                    self._become_free(page)
+            assert state[page] is held, f"page {page} is {state[page]}, not held"
+            num_holders = holders[page] = holders[page] - 1
+            if num_holders:
+                continue
+            if self._kept[page]:
+                state[page] = PageState.CACHED
+                self._cached[page] = None
+            else:
+                state[page] = PageState.FREE
+                freed.append(page)
+        if freed:
+            self._become_free(freed)
 
     def move(self, pages: Iterable[int], source: PageState, target: PageState) -> None:
         """Moves pages that nobody counts as held: out of FILLING and QUARANTINE.
@@ -152,13 +172,14 @@ class PagePool:
         The caller has fenced every writer of a FILLING or QUARANTINE page that becomes FREE.
         """
         assert target in TRANSITIONS[source] and source in (PageState.FILLING, PageState.QUARANTINE)
-        for page in reversed(list(pages)):
+        moved = list(pages)
+        moved.reverse()
+        for page in moved:
             assert self._state[page] is source, f"page {page} is {self._state[page]}, not {source}"
-            if target is PageState.FREE:
-                self._become_free(page)
-            else:
-                self._state[page] = target
-                self._holders[page] = 1 if target is PageState.HELD else 0
+            self._state[page] = target
+            self._holders[page] = 1 if target is PageState.HELD else 0
+        if target is PageState.FREE:
+            self._become_free(moved)
 
     def count(self, state: PageState) -> int:
         """Pages in a state."""
@@ -172,8 +193,9 @@ class PagePool:
         """
         counts = Counter(self._state)
         assert sum(counts.values()) == self.num_pages == len(self._holders) == len(self._generation)
-        assert len(self._free) == len(set(self._free)) == counts[PageState.FREE], "free list and states disagree"
-        assert all(self._state[page] is PageState.FREE for page in self._free)
+        self._free.check()
+        assert self._free.num_pages == counts[PageState.FREE], "free runs and states disagree"
+        assert all(self._state[page] is PageState.FREE for run in self._free.runs() for page in range(*run))
         assert len(self._cached) == counts[PageState.CACHED]
         assert all(self._state[page] is PageState.CACHED and self._kept[page] for page in self._cached)
         for page, state in enumerate(self._state):
@@ -184,9 +206,26 @@ class PagePool:
             held = {page: n for page, n in enumerate(self._holders) if n}
             assert held == {page: n for page, n in holders.items() if n}, "pages leaked or taken twice"
 
-    def _become_free(self, page: int) -> None:
-        self._state[page] = PageState.FREE
-        self._holders[page] = 0
-        self._kept[page] = False
-        self._generation[page] += 1
-        self._free.append(page)
+    def _evict(self, num_pages: int) -> None:
+        """Frees CACHED pages, the first in line first, as many as there are."""
+        evicted = list(islice(self._cached, max(0, num_pages)))
+        for page in evicted:
+            del self._cached[page]
+        self._become_free(evicted)
+
+    def _become_free(self, pages: Sequence[int]) -> None:
+        """Pages without holders; those that follow each other downwards come back as one run."""
+        state, holders, kept, generation = self._state, self._holders, self._kept, self._generation
+        first = end = 0
+        for page in pages:
+            state[page] = PageState.FREE
+            holders[page] = 0
+            kept[page] = False
+            generation[page] += 1
+            if page != first - 1:
+                if end:
+                    self._free.give(first, end)
+                end = page + 1
+            first = page
+        if end:
+            self._free.give(first, end)

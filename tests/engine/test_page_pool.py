@@ -11,15 +11,41 @@ from hypothesis import strategies as st
 from pdserve.engine.page_pool import PagePool, PageState
 
 
-def test_pages_come_in_runs_and_come_back_as_runs() -> None:
+def test_pages_come_in_runs_and_neighbours_are_one_run_again() -> None:
     pool = PagePool(8)
     first, second = pool.allocate(3), pool.allocate(4)
     assert (first, second) == ([0, 1, 2], [3, 4, 5, 6])
     assert not pool.can_allocate(2) and pool.can_allocate(1)
-    pool.release(first)
     pool.release(second)
-    assert pool.allocate(4) == second
+    pool.release(first)
+    assert pool.allocate(8) == list(range(8))
     pool.check()
+
+
+def test_single_pages_fill_holes_and_leave_long_runs() -> None:
+    pool = PagePool(8)
+    hole, other = pool.allocate(1), pool.allocate(1)
+    pool.release(hole)
+    assert pool.allocate(1) == hole
+    assert pool.allocate(6) == [2, 3, 4, 5, 6, 7]
+    pool.release([*other, *hole])
+    assert pool.allocate(2) == [0, 1]
+
+
+def test_pages_are_evicted_ahead_of_need_where_no_run_is_long_enough() -> None:
+    """Two leave for one that is asked for, and no more while a run is long enough."""
+    pool = PagePool(8, num_spare=1)
+    pages = pool.allocate(8)
+    for page in pages:
+        pool.keep(page)
+    pool.release(pages)
+    assert pool.allocate(1) == [6] and (pool.count(PageState.CACHED), pool.count(PageState.FREE)) == (6, 1)
+    assert pool.allocate(1) == [7] and pool.count(PageState.CACHED) == 6
+    pool.release([6])
+    assert pool.allocate(2) == [4, 5] and pool.num_free == 5
+    assert (pool.count(PageState.CACHED), pool.count(PageState.FREE)) == (4, 1)
+    assert pool.allocate(5) == [0, 1, 2, 3, 6]
+    pool.check(dict.fromkeys(range(8), 1))
 
 
 def test_a_page_is_free_after_its_last_holder_and_its_generation_says_so() -> None:
@@ -106,12 +132,15 @@ def test_illegal_use_is_a_bug() -> None:
     )
 )
 def test_any_use_keeps_the_sum(steps: list[tuple[str, int]]) -> None:
-    pool = PagePool(6)
+    pool = PagePool(6, num_spare=1)
     held: list[list[int]] = []
     filling: list[list[int]] = []
     for what, n in steps:
         if what == "take" and pool.can_allocate(n):
+            free = [page for page in range(6) if pool.state(page) is PageState.FREE]
             held.append(pool.allocate(n))
+            if any(set(range(page, page + n)) <= set(free) for page in free):
+                assert held[-1] == list(range(held[-1][0], held[-1][0] + n)) and set(held[-1]) <= set(free)
         elif what == "fill" and pool.can_allocate(n):
             filling.append(pool.allocate(n, PageState.FILLING))
         elif what == "hold" and held:

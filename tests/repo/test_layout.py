@@ -24,6 +24,7 @@ CONFIG_MODULES = (
     "pdserve.bench.engine_interference",
     "pdserve.bench.engine_prefix",
     "pdserve.bench.engine_reservation",
+    "pdserve.bench.engine_runs",
     "pdserve.bench.engine_scheduler",
     "pdserve.bench.engine_swap",
     "pdserve.bench.handoff_args",

@@ -22,6 +22,7 @@ PURE = [
     "engine/lines.py",
     "engine/policies.py",
     "engine/waiting.py",
+    "engine/free_runs.py",
     "engine/page_pool.py",
     "engine/prefix_cache.py",
     "engine/step.py",
