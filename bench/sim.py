@@ -13,7 +13,7 @@ import logging
 import math
 import random
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -51,6 +51,7 @@ LIMIT_S = 600.0
 """Virtual seconds within which everything must be over; far beyond every time-out of the system."""
 GRPC_GRACE_S = 2 * ABORT_TIMEOUT_S
 """gRPC cuts a call at its deadline; here so much later, so that the router has to keep the deadline itself."""
+Look = Callable[[Mapping[str, SimWorker]], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +72,8 @@ class Scenario:
         lost, corrupt, stalled: Fractions of pages.
         page_s: Mean time of a page.
         mixed_batching: `--batching` of MIXED workers.
+        max_open: Requests open at once, the others wait in their clients; None: all.
+        queue_timeout_s: `--queue-timeout-s` of the router.
     """
 
     seed: int
@@ -97,6 +100,8 @@ class Scenario:
     stalled: float = 0.001
     page_s: float = 0.001
     mixed_batching: str = "continuous"
+    max_open: int | None = None
+    queue_timeout_s: float = 15.0
 
     @classmethod
     def drawn(cls, seed: int, num_requests: int) -> Scenario:
@@ -207,10 +212,16 @@ class _Context:
 
 
 class Simulation:
-    """One scenario; `run` once, on a virtual loop."""
+    """One scenario; `run` once, on a virtual loop.
 
-    def __init__(self, scenario: Scenario) -> None:
-        self._s = scenario
+    Args:
+        scenario: What happens.
+        look: Sees all workers by name whenever a message is on its way, at one instant of virtual time.
+    """
+
+    def __init__(self, scenario: Scenario, look: Look | None = None) -> None:
+        self._s, self._look_on = scenario, look
+        self._turns = asyncio.Semaphore(scenario.max_open or scenario.num_requests)
         self._rng = random.Random(f"scenario {scenario.seed}")
         self._hash = hashlib.blake2b()
         self.report = Report()
@@ -222,7 +233,7 @@ class Simulation:
         self._num_processes = 0
         self._discovery = _Discovery()
         self._store, self._set = FakeStore(), WorkerSet(MODEL)
-        config = RouterConfig(queue_timeout_s=15.0)
+        config = RouterConfig(queue_timeout_s=scenario.queue_timeout_s)
         self._orchestrator = Orchestrator(
             config, "router", self._clock, self._store, self._set, least_loaded(), self._draws("ids")
         )
@@ -277,6 +288,8 @@ class Simulation:
 
     def _saw(self, what: str, data: bytes) -> None:
         self._hash.update(f"{self._clock.now():.9f} {what} {len(data)} ".encode() + data)
+        if self._look_on is not None:
+            self._look_on(self._workers)
 
     # ---- workers and what befalls them
 
@@ -350,8 +363,21 @@ class Simulation:
         outcome = self.report.outcomes[request_id] = Outcome(expected, deadline_s, [[] for _ in range(n)])
         cancel, leave_after_s = rng.random() < s.cancelled, rng.expovariate(4)
         await self._clock.sleep(item.arrival_s)
-        reading = asyncio.create_task(self._read(request_id, request, _Context(deadline_s), outcome))
-        if cancel:
+        async with self._turns:
+            await self._ask(request_id, request, outcome, leave_after_s if cancel else None, rng)
+        outcome.took_s = self._clock.now() - item.arrival_s
+        self._saw(request_id, f"{outcome.end} {outcome.choices}".encode())
+
+    async def _ask(
+        self,
+        request_id: str,
+        request: inference_pb2.GenerateRequest,
+        outcome: Outcome,
+        leave_after_s: float | None,
+        rng: random.Random,
+    ) -> None:
+        reading = asyncio.create_task(self._read(request_id, request, _Context(outcome.deadline_s), outcome))
+        if leave_after_s is not None:
             await asyncio.wait([reading], timeout=leave_after_s)
             if not reading.done() and rng.random() < 0.5:
                 reading.cancel()
@@ -362,8 +388,6 @@ class Simulation:
             await reading
         except asyncio.CancelledError:
             outcome.end = "left"
-        outcome.took_s = self._clock.now() - item.arrival_s
-        self._saw(request_id, f"{outcome.end} {outcome.choices}".encode())
 
     async def _read(self, name: str, request: inference_pb2.GenerateRequest, context: _Context, out: Outcome) -> None:
         grpc_s = None if out.deadline_s is None else out.deadline_s + GRPC_GRACE_S
@@ -447,11 +471,11 @@ class _Errors(logging.Handler):
         self.lines.append(f"logged by {record.name}: {record.getMessage()} {record.exc_info or ''}")
 
 
-def simulate(scenario: Scenario) -> Report:
-    """Runs a scenario on virtual time."""
+def simulate(scenario: Scenario, look: Look | None = None) -> Report:
+    """Runs a scenario on virtual time; arguments as of `Simulation`."""
 
     async def main() -> Report:
-        return await Simulation(scenario).run()
+        return await Simulation(scenario, look).run()
 
     errors = _Errors()
     logging.getLogger().addHandler(errors)

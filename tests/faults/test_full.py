@@ -24,7 +24,12 @@ WORKERS = ("prefill-0", "decode-0")
 
 @dataclass
 class Seen:
-    """What the workers said of themselves meanwhile, in moments."""
+    """What the workers said of themselves meanwhile, in moments.
+
+    Attributes:
+        both: D said that it was full between two words of P that said the same; `tests.sim.test_full_pools` sees both
+            at one instant.
+    """
 
     full_of_leases: int = 0
     full_of_reservations: int = 0
@@ -33,16 +38,19 @@ class Seen:
 
 async def watch(deployment: Deployment, seen: Seen) -> None:
     """Reads the pools until it is cancelled; full: less than half is free, so a longest prompt has to wait."""
+
+    async def full(worker: str, holders: str) -> bool:
+        free = await asyncio.to_thread(deployment.metric, worker, "pdserve_engine_kv_free_pages")
+        return free < NUM_PAGES / 2 and await asyncio.to_thread(deployment.metric, worker, holders) > 0
+
+    before = False
     while True:
-        free = [
-            await asyncio.to_thread(deployment.metric, worker, "pdserve_engine_kv_free_pages") for worker in WORKERS
-        ]
-        leases = await asyncio.to_thread(deployment.metric, "prefill-0", "pdserve_kv_leases")
-        reservations = await asyncio.to_thread(deployment.metric, "decode-0", "pdserve_kv_reservations")
-        prefill_full, decode_full = free[0] < NUM_PAGES / 2 and leases > 0, free[1] < NUM_PAGES / 2 and reservations > 0
-        seen.full_of_leases += prefill_full
-        seen.full_of_reservations += decode_full
-        seen.both += prefill_full and decode_full
+        decode = await full("decode-0", "pdserve_kv_reservations")
+        prefill = await full("prefill-0", "pdserve_kv_leases")
+        seen.full_of_leases += prefill
+        seen.full_of_reservations += decode
+        seen.both += before and decode and prefill
+        before = prefill
 
 
 async def load(deployment: Deployment, number: int) -> Seen:
@@ -72,5 +80,6 @@ def test_full_pools_on_both_sides(tmp_path: Path, number: int) -> None:
     with deploy(tmp_path, "fake", WORKERS, [*FLAGS, *WAITS], router_flags=router_flags) as deployment:
         seen = asyncio.run(load(deployment, number))
         assert seen.full_of_leases and seen.full_of_reservations, seen
+        assert seen.both or number < 1000, seen
         for worker in WORKERS:
             wait_until(lambda worker=worker: deployment.all_pages_free(worker), 20, f"{worker} to free every page")
