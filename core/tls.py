@@ -108,6 +108,13 @@ class Tls:
         """Wraps the client's end, before it is connected; the handshake is the caller's."""
         return self._current().client.wrap_socket(sock, do_handshake_on_connect=False, server_hostname=self.peer_name)
 
+    def ask(self, sock: socket.socket) -> ssl.SSLSocket:
+        """As `connect`, of a connected socket, in the words of a gRPC client."""
+        now = self._current()
+        context = _context(ssl.PROTOCOL_TLS_CLIENT, now.cert, now.key, now.ca, self._config)
+        context.set_alpn_protocols(["h2"])
+        return context.wrap_socket(sock, do_handshake_on_connect=False, server_hostname=self.peer_name)
+
     def is_member(self, sock: ssl.SSLSocket) -> bool:
         """True when the certificate that the peer showed has the members' name; after the handshake."""
         return self.peer_name in _dns_names(sock)
@@ -188,18 +195,19 @@ def _load(config: TlsConfig) -> _Identity:
     cert = _read("--tls-cert-file", config.tls_cert_file, b"-----BEGIN CERTIFICATE-----")
     key = _read("--tls-key-file", config.tls_key_file, b"PRIVATE KEY-----")
     ca = _read("--tls-ca-file", config.tls_ca_file, b"-----BEGIN CERTIFICATE-----")
-    contexts = []
-    for protocol in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT):
-        context = ssl.SSLContext(protocol)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.hostname_checks_common_name = False
-        _use_ca(context, ca, config)
-        _use_own(context, cert, key, config)
-        contexts.append(context)
-    server, client = contexts
+    server, client = (_context(p, cert, key, ca, config) for p in (ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT))
     server.num_tickets = 0  # no resumption
     return _Identity(cert, key, ca, server, client, _prove(server, client, config))
+
+
+def _context(protocol: int, cert: bytes, key: bytes, ca: bytes, config: TlsConfig) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.hostname_checks_common_name = False
+    _use_ca(context, ca, config)
+    _use_own(context, cert, key, config)
+    return context
 
 
 def _read(flag: str, path: str | None, mark: bytes) -> bytes:

@@ -7,6 +7,7 @@ from functools import partial
 from pdserve.core.background import in_own_thread
 from pdserve.core.engine_worker import EngineWorker, loaded_worker, stream_parts
 from pdserve.core.grpc_server import open_channel
+from pdserve.core.tls_refusal import refusal
 from pdserve.core.worker_app import LoadedWorker, WorkerContext
 from pdserve.decode_service.service import DecodeService
 from pdserve.engine.build import BuiltEngine, build_engine
@@ -85,4 +86,5 @@ async def _connect(context: WorkerContext, built: BuiltEngine, pool: KvPool) -> 
         integrity=worker.kv_integrity,
         host_id=negotiation.host_id(),
         open_channel=partial(open_channel, max_message_bytes=MAX_MESSAGE_BYTES, tls=context.tls),
+        refusal=partial(refusal, tls=context.tls),
     )

@@ -9,33 +9,26 @@ be freed. A transfer waits for prefill as long as its control stream lives: pref
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-import grpc
 import grpc.aio
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
 from pdserve.core.grpc_server import channel_options
 from pdserve.core.layout import KVLayout
-from pdserve.kvtransfer import handoff, welcome
-from pdserve.kvtransfer.arrival import Arrival, Inlet, Stages, open_inlet
-from pdserve.kvtransfer.control_messages import OUTCOMES, facts_of, reason_of, stream_error
+from pdserve.kvtransfer import handoff
+from pdserve.kvtransfer.arrival import Arrival, Stages
+from pdserve.kvtransfer.control_messages import OUTCOMES, facts_of, reason_of
+from pdserve.kvtransfer.control_stream import ControlStream
 from pdserve.kvtransfer.handoff import SinkTransfer, TransferState
-from pdserve.kvtransfer.negotiation import PROTOCOL_VERSION
 from pdserve.kvtransfer.timeline import Timeline, TransferResult
 from pdserve.kvtransfer.transport import PageSink, QuarantiningSink, SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
-from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
-log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 16 << 20  # a watermark names its pages in about 20 bytes each
-MIN_RENEWAL_S = 0.05
 OUTCOME_OF_STATE = {state: outcome for outcome, state in OUTCOMES.items()}
-ControlCall = grpc.aio.StreamStreamCall[pb.ControlRequest, pb.ControlResponse]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +54,7 @@ class IncomingTransfer:
         transfer_id: str,
         transfer: SinkTransfer,
         destinations: Sequence[int],
-        stream: _ControlStream,
+        stream: ControlStream,
         clock: Clock,
         request_id: str,
     ) -> None:
@@ -132,10 +125,11 @@ class IncomingTransfer:
         self._feed(handoff.Ended(TransferState.ABORTED, reason))
         await asyncio.shield(self._done)
 
-    def opening(self) -> pb.OpenTransfer:
+    def opening(self) -> pb.ControlRequest:
         """Its first message."""
-        cached = self._arriving().num_cached_pages
-        return pb.OpenTransfer(transfer_id=self.transfer_id, num_cached_pages=cached, request_id=self._request_id)
+        cached, asked_by = self._arriving().num_cached_pages, self._request_id
+        opening = pb.OpenTransfer(transfer_id=self.transfer_id, num_cached_pages=cached, request_id=asked_by)
+        return pb.ControlRequest(open=opening)
 
     def _arriving(self) -> Arrival:
         """Prefill's layout is known; from the first call on, everything counts in prefill's pages."""
@@ -218,138 +212,6 @@ class IncomingTransfer:
             self._feed(task.result())
 
 
-class _ControlStream:
-    """One control stream to one prefill process."""
-
-    def __init__(self, client: TransferClient, peer: TransferPeer) -> None:
-        self.peer = peer
-        self.welcome: pb.TransferWelcome | None = None
-        self.transport = ""  # set with the welcome, as the inlet is
-        self.inlet: Inlet | None = None
-        self.transfers: dict[str, IncomingTransfer] = {}
-        self.num_late = 0
-        self._client = client
-        self._outbox: asyncio.Queue[pb.ControlRequest | IncomingTransfer] = asyncio.Queue()
-        self.task = asyncio.get_running_loop().create_task(self._run())
-
-    @property
-    def checks_pages(self) -> bool:
-        """Every page comes with a checksum."""
-        return self.welcome is not None and self.welcome.integrity == "host"
-
-    def send(self, message: pb.ControlRequest | IncomingTransfer) -> None:
-        """Queues a message, or a transfer to open; what is queued before the welcome goes out after it."""
-        self._outbox.put_nowait(message)
-
-    def forget(self, transfer_id: str) -> None:
-        """The transfer has ended."""
-        self.transfers.pop(transfer_id, None)
-        self._client.forget(transfer_id)
-
-    async def _run(self) -> None:
-        error = TransferError("internal error of a control stream; the log has it", reason="CONTROL_FAILED")
-        try:
-            await self._talk()
-        except asyncio.CancelledError:
-            error = TransferError("the transfer client was closed", reason="CLIENT_CLOSED")
-            raise
-        except TransferError as e:
-            error = e
-        finally:
-            self._client.on_stream_ended(self)
-            for transfer in list(self.transfers.values()):
-                transfer.on_stream_lost(error)
-
-    async def _talk(self) -> None:
-        """Runs the stream until it dies; raises why."""
-        client, channel = self._client, self._client.open_channel(self.peer.address)
-        async with channel:
-            call: ControlCall = rpc.KvTransferStub(channel).Control()  # type: ignore[no-untyped-call]
-            tasks: list[asyncio.Task[None]] = []
-            try:
-                hello = pb.TransferHello(
-                    protocol_version=PROTOCOL_VERSION,
-                    worker_id=client.worker_id,
-                    incarnation=client.incarnation,
-                    identity_digest=client.identity_digest,
-                    layout=client.layout.to_json(),
-                    expected_incarnation=self.peer.incarnation,
-                    transports=list(client.sinks),
-                    host_id=client.host_id,
-                    kv_converts=sorted(client.stages.converts) if client.stages else (),
-                )
-                await client.clock.wait_for(call.write(pb.ControlRequest(hello=hello)), client.connect_timeout_s)
-                first = await self._read(call, client.connect_timeout_s)
-                if first.WhichOneof("message") != "welcome":
-                    raise TransferError("prefill did not begin with a welcome", reason="BAD_WELCOME")
-                welcome.check(first.welcome, self.peer.worker_id, client.integrity)
-                await self._open_inlet(first.welcome)
-                self.welcome = first.welcome
-                reading = asyncio.create_task(self._listen(call))
-                tasks = [reading, asyncio.create_task(self._write(call)), asyncio.create_task(self._renew())]
-                ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    task.result()  # raises what went wrong
-                await reading  # the writer only noticed first
-            except grpc.aio.AioRpcError as e:
-                raise stream_error(self.peer.worker_id, self.peer.address, e) from e
-            except TimeoutError as e:
-                raise TransferError(
-                    f"prefill worker {self.peer.worker_id} at {self.peer.address} is silent", reason="PEER_SILENT"
-                ) from e
-            finally:
-                client.on_stream_ended(self)
-                for task in tasks:
-                    task.cancel()
-                await asyncio.gather(*tasks, return_exceptions=True)
-                call.cancel()
-                if self.inlet is not None:
-                    self.inlet.close()
-
-    async def _open_inlet(self, first: pb.TransferWelcome) -> None:
-        client = self._client
-        self.transport = name = welcome.plane_of(first, self.peer.worker_id, client.sinks)
-        theirs = KVLayout.from_json(first.layout)
-        self.inlet = await open_inlet(name, client.sinks[name], client.stages, client.layout, theirs)
-        log.info("pages of prefill worker %s come over %s", self.peer.worker_id, name)
-
-    async def _read(self, call: ControlCall, timeout_s: float) -> pb.ControlResponse:
-        message = await self._client.clock.wait_for(call.read(), timeout_s)
-        if not isinstance(message, pb.ControlResponse):
-            raise TransferError(f"prefill worker {self.peer.worker_id} ended the stream", reason="PEER_LOST")
-        return message
-
-    async def _listen(self, call: ControlCall) -> None:
-        while True:
-            self._on_message(await self._read(call, self._client.peer_timeout_s))
-
-    async def _write(self, call: ControlCall) -> None:
-        """Sends what is queued; when the call died, the reader sees it and ends the stream."""
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                message = await self._outbox.get()
-                if isinstance(message, IncomingTransfer):
-                    message = pb.ControlRequest(open=message.opening())
-                await call.write(message)
-
-    async def _renew(self) -> None:
-        assert self.welcome is not None
-        while True:
-            await self._client.clock.sleep(max(self.welcome.lease_ms / 5000, MIN_RENEWAL_S))
-            if self.transfers:
-                self.send(pb.ControlRequest(renew=pb.RenewTransfers(transfer_ids=list(self.transfers))))
-
-    def _on_message(self, message: pb.ControlResponse) -> None:
-        kind = message.WhichOneof("message")
-        if kind not in ("watermark", "manifest", "closed"):
-            return
-        transfer = self.transfers.get(getattr(message, kind).transfer_id)
-        if transfer is None:
-            self.num_late += 1
-        else:
-            transfer.on_message(message)
-
-
 class TransferClient:
     """Pulls transfers into one decode worker's pool.
 
@@ -366,6 +228,8 @@ class TransferClient:
         open_channel: Makes a gRPC channel to host:port; None: a plain one.
         connect_timeout_s: Limit for the first answer of a peer, seconds.
         peer_timeout_s: A peer silent for this long is taken for dead, seconds.
+        refusal: Says why the TLS of a gRPC server at host:port refuses this process, or None; asked in a thread when
+            one ended a stream before its welcome. None: not asked.
     """
 
     def __init__(
@@ -383,14 +247,15 @@ class TransferClient:
         open_channel: Callable[[str], grpc.aio.Channel] | None = None,
         connect_timeout_s: float = 5.0,
         peer_timeout_s: float = 3.0,
+        refusal: Callable[[str], str | None] | None = None,
     ) -> None:
         self.worker_id, self.incarnation, self.identity_digest = worker_id, incarnation, identity_digest
         self.layout, self.clock, self.integrity = layout, clock, integrity
         self.open_channel = open_channel or _plain_channel
         self.connect_timeout_s, self.peer_timeout_s = connect_timeout_s, peer_timeout_s
         self.sinks, self.host_id = dict(sinks), host_id
-        self.stages = stages
-        self._streams: dict[tuple[str, str], _ControlStream] = {}
+        self.stages, self.refusal = stages, refusal
+        self._streams: dict[tuple[str, str], ControlStream] = {}
         self._transfers: dict[str, IncomingTransfer] = {}
         self._quarantining = [s for s in self.sinks.values() if isinstance(s, QuarantiningSink)]
         for sink in self._quarantining:
@@ -442,11 +307,11 @@ class TransferClient:
         key = (peer.address, peer.incarnation)
         stream = self._streams.get(key)
         if stream is None:
-            stream = self._streams[key] = _ControlStream(self, peer)
+            stream = self._streams[key] = ControlStream(self, peer)
         state = SinkTransfer(len(destinations), num_cached_pages, expected_num_tokens, expected_digest)
         transfer = IncomingTransfer(transfer_id, state, destinations, stream, self.clock, request_id)
         stream.transfers[transfer_id] = self._transfers[transfer_id] = transfer
-        stream.send(transfer)
+        stream.send(transfer.opening)
         return transfer
 
     def forget(self, transfer_id: str) -> None:
@@ -457,7 +322,7 @@ class TransferClient:
         if (transfer := self._transfers.get(transfer_id)) is not None:
             transfer.on_overdue(error)
 
-    def on_stream_ended(self, stream: _ControlStream) -> None:
+    def on_stream_ended(self, stream: ControlStream) -> None:
         """A stream died; the next `start` opens another."""
         key = (stream.peer.address, stream.peer.incarnation)
         if self._streams.get(key) is stream:

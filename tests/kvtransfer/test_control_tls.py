@@ -46,9 +46,9 @@ def test_a_pair_that_cannot_trust_each_other_fails_with_a_reason(
         ("prefill without the name", nameless, good, "TLS_FAILED"),
         ("decode of another authority", good, foreign, "TLS_FAILED"),
         ("decode without the name", good, nameless, "NOT_A_MEMBER"),
-        ("plain decode", good, None, "PEER_LOST"),  # refused by prefill: all that decode sees is the end
-        ("decode with a certificate of another authority", good, liar, "PEER_LOST"),
-        ("expired decode", good, expired, "PEER_LOST"),
+        ("plain decode", good, None, "TLS_REFUSED"),
+        ("decode with a certificate of another authority", good, liar, "TLS_REFUSED"),
+        ("expired decode", good, expired, "TLS_REFUSED"),
     ]
 
     async def body() -> None:

@@ -18,6 +18,7 @@ from pdserve.core.errors import TransferError
 from pdserve.core.grpc_server import ErrorInterceptor, open_channel
 from pdserve.core.layout import KVLayout
 from pdserve.core.tls import Tls
+from pdserve.core.tls_refusal import refusal
 from pdserve.kvtransfer.arrival import Stages
 from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, TransferPeer
 from pdserve.kvtransfer.control_server import TransferServer
@@ -207,6 +208,7 @@ async def world(
         integrity=decode_integrity,
         open_channel=partial(open_channel, max_message_bytes=16 << 20, tls=decode_tls),
         peer_timeout_s=peer_timeout_s,
+        refusal=partial(refusal, tls=decode_tls),
     )
     peer = TransferPeer("prefill-0", f"127.0.0.1:{port}", expected_incarnation)
     try:
