@@ -2,7 +2,7 @@
 # Variables: MODEL=<directory or hub id>, ARGS="<more words>", VENV=<directory>, PYTHON=<interpreter, 3.11 or newer>.
 VENV ?= .venv
 SERVER := $(VENV)/.installed-server
-EXTENSION := setup.py $(wildcard kernels/cpu/csrc/*)
+EXTENSION := setup.py $(wildcard kernels/cpu/csrc/* kvtransfer/csrc/*)
 DEV := $(VENV)/.installed-dev
 export VENV PYTHON
 unexport PYTHONDONTWRITEBYTECODE # dozens of processes start here: each would compile our code anew

@@ -1,6 +1,7 @@
-"""The optional extension of CPU kernels; everything else is in pyproject.toml.
+"""The optional extensions: CPU kernels, and the copying of KV pages; everything else is in pyproject.toml.
 
-Plain C, loaded with ctypes: it needs a compiler, no headers of Python or torch. Where it cannot be built, torch serves.
+Plain C, loaded with ctypes: it needs a compiler, no headers of Python or torch. Where it cannot be built, torch and
+memmove serve.
 """
 
 from __future__ import annotations
@@ -10,18 +11,23 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 
-SOURCES = Path("kernels/cpu/csrc")
+
+def extension(name: str, sources: Path) -> Extension:
+    """What is in one folder."""
+    return Extension(
+        name,
+        sources=sorted(map(str, sources.glob("*.c"))),
+        depends=sorted(map(str, sources.glob("*.h"))),
+        extra_compile_args=["-O3", "-std=c11", "-pthread", "-fvisibility=hidden", "-fno-math-errno"],
+        extra_link_args=["-pthread", "-lm"],
+        optional=True,
+    )
+
 
 setup(
     ext_modules=[
-        Extension(
-            "pdserve.kernels.cpu._cpu",
-            sources=sorted(map(str, SOURCES.glob("*.c"))),
-            depends=sorted(map(str, SOURCES.glob("*.h"))),
-            extra_compile_args=["-O3", "-std=c11", "-pthread", "-fvisibility=hidden", "-fno-math-errno"],
-            extra_link_args=["-pthread", "-lm"],
-            optional=True,
-        )
+        extension("pdserve.kernels.cpu._cpu", Path("kernels/cpu/csrc")),
+        extension("pdserve.kvtransfer._copy", Path("kvtransfer/csrc")),
     ]
     if platform.machine() == "x86_64" and platform.system() == "Linux"
     else []

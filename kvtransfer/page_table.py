@@ -14,13 +14,11 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from mmap import mmap
 
-import numpy as np
 import xxhash
-from numpy.typing import NDArray
 
 from pdserve.kvtransfer import memfd
 from pdserve.kvtransfer.transport import SourcePageRef
@@ -108,11 +106,17 @@ class PageTable:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Pages that a reader wants, as they were announced to it."""
+    """Pages that a reader wants, as they were announced to it.
+
+    Attributes:
+        tag: Of the transfer.
+        ids: The pages.
+        words: What the table must say of each.
+    """
 
     tag: int
-    ids: NDArray[np.intp]
-    words: NDArray[np.uint64]
+    ids: list[int]
+    words: list[int]
 
 
 def claim(token: bytes, transfer_id: str, pages: Sequence[SourcePageRef]) -> Claim:
@@ -123,8 +127,7 @@ def claim(token: bytes, transfer_id: str, pages: Sequence[SourcePageRef]) -> Cla
         transfer_id: The transfer.
         pages: One at least.
     """
-    ids = np.fromiter((p.page_id for p in pages), np.intp, len(pages))
-    words = np.fromiter((_page_word(p.generation) for p in pages), np.uint64, len(pages))
+    ids, words = [p.page_id for p in pages], [_page_word(p.generation) for p in pages]
     return Claim(transfer_tag(token, transfer_id), ids, words)
 
 
@@ -136,7 +139,7 @@ class PageTableView:
     """
 
     def __init__(self, raw: bytes | bytearray | memoryview | mmap) -> None:
-        self._words: NDArray[np.uint64] = np.frombuffer(raw, dtype=np.uint64)
+        self._words = memoryview(raw).cast("Q")
         self._num_pages = len(self._words) - TRANSFER_WORDS
         self._fence = threading.Lock()
 
@@ -148,17 +151,17 @@ class PageTableView:
         with self._fence:
             pass  # a processor may read ahead, but nothing from behind a lock that is released and taken again
         with self._fence:
-            if int(wanted.ids.max()) >= self._num_pages:
+            if not 0 <= min(wanted.ids) <= max(wanted.ids) < self._num_pages:
                 return False
-            places = self._words[_window(wanted.tag, self._num_pages)]
-            return bool((places == wanted.tag).any() and (self._words[wanted.ids] == wanted.words).all())
+            is_published = any(self._words[at] == wanted.tag for at in _window(wanted.tag, self._num_pages))
+            return is_published and list(map(self._words.__getitem__, wanted.ids)) == wanted.words
 
 
 def _page_word(generation: int) -> int:
     return generation * 2 + 1
 
 
-def _window(tag: int, num_pages: int) -> list[int]:
-    """Words in which a tag may be."""
+def _window(tag: int, num_pages: int) -> Iterator[int]:
+    """Words in which a tag may be, the likeliest first."""
     first = tag % TRANSFER_WORDS
-    return [num_pages + (first + i) % TRANSFER_WORDS for i in range(WINDOW)]
+    return (num_pages + (first + i) % TRANSFER_WORDS for i in range(WINDOW))

@@ -23,7 +23,7 @@ from pdserve.core.layout import DTYPE_BYTES, KVLayout
 from pdserve.kvtransfer.cast import STORAGE, Array, cast
 from pdserve.kvtransfer.convert import HeadShard, PagePlan, blocks
 from pdserve.kvtransfer.pool import PageMemory
-from pdserve.kvtransfer.tasks import settled, submit
+from pdserve.kvtransfer.tasks import submit, until_over
 from pdserve.kvtransfer.transport import PageSink, SourcePageRef
 
 MAX_PER_SOURCE = 2
@@ -130,12 +130,8 @@ class Stage:
         await self.sink.close()
 
     async def _convert(self, plan: PagePlan, first: int, slots: Sequence[int], destinations: Sequence[int]) -> None:
-        moving = asyncio.wrap_future(submit(self._threads, self._move, plan, first, slots, destinations))
-        try:
-            await asyncio.shield(moving)
-        except asyncio.CancelledError:
-            await settled(moving)
-            raise
+        moving = submit(self._threads, self._move, plan, first, slots, destinations)
+        await until_over(moving, lambda: None)  # it is short
 
     # ---- in a thread -------------------------------------------------------------------------------------------------
 

@@ -51,3 +51,22 @@ async def settled(waiter: asyncio.Future[Any]) -> None:
             continue
     if not waiter.cancelled():
         waiter.exception()  # the cancellation is what is told
+
+
+async def until_over(work: Future[T], stop: Callable[[], object]) -> T:
+    """Waits for work; when this returns or raises, also because the caller was cancelled, the work is over.
+
+    Args:
+        work: What a thread does, or will do.
+        stop: Makes it end soon; called once the caller is cancelled.
+
+    Returns:
+        What the work returned. What it raised is raised.
+    """
+    waiter = asyncio.wrap_future(work)
+    try:
+        return await asyncio.shield(waiter)
+    except asyncio.CancelledError:
+        stop()
+        await settled(waiter)
+        raise

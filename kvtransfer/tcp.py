@@ -25,7 +25,7 @@ from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.sockets import Closed, batch_pages, receive_some, send_all, shut_down, tune, wait_at_most
-from pdserve.kvtransfer.tasks import settled, submit
+from pdserve.kvtransfer.tasks import submit, until_over
 from pdserve.kvtransfer.tcp_source import TcpPageSource
 from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 
@@ -165,14 +165,13 @@ class TcpPageSink:
         job = _Job(limit_s, self._idle_s)
         future = submit(self._threads, self._run, job, address, token, transfer_id, sources, destinations)
         self._jobs.add(job)
-        waiter = asyncio.wrap_future(future)
-        try:
-            return await asyncio.shield(waiter)
-        except asyncio.CancelledError:
+
+        def stop() -> None:
             job.cancel()
             future.cancel()  # if no thread has taken it yet
-            await settled(waiter)
-            raise
+
+        try:
+            return await until_over(future, stop)
         finally:
             self._jobs.discard(job)
 

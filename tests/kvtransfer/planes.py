@@ -122,7 +122,8 @@ PLANES = (
     Plane(
         "shm",
         lambda pool, _: ShmPageSource(pool, DIGEST),
-        lambda pool, _: ShmPageSink(pool, DIGEST, idle_s=IDLE_S),
+        # Small transfers in the event loop, large ones in threads.
+        lambda pool, _: ShmPageSink(pool, DIGEST, idle_s=IDLE_S, inline_bytes=4 * pool.page_bytes),
     ),
     Plane(
         "fake",

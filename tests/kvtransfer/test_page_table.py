@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations, pairwise
+from itertools import combinations
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from pdserve.kvtransfer import page_table
 from pdserve.kvtransfer.page_table import PageTable, PageTableView, claim, transfer_tag
-from pdserve.kvtransfer.runs import contiguous_runs
 from pdserve.kvtransfer.transport import SourcePageRef
 
 TOKEN = b"t" * 16
@@ -77,7 +73,12 @@ def test_a_page_is_served_until_the_last_transfer_withdraws_it() -> None:
     assert view.grants(wanted)
     table.withdraw([3])
     assert not view.grants(wanted) and view.grants(claim(TOKEN, "t", pages[:1]))
-    for stranger in (SourcePageRef(0, 1, 0), SourcePageRef(4, 0, 0), SourcePageRef(2**31, 0, 0)):
+    for stranger in (
+        SourcePageRef(0, 1, 0),
+        SourcePageRef(4, 0, 0),
+        SourcePageRef(2**31, 0, 0),
+        SourcePageRef(-1, 0, 0),
+    ):
         assert not view.grants(claim(TOKEN, "t", [stranger]))
     table.close()
     assert not view.grants(claim(TOKEN, "t", pages[:1]))
@@ -113,18 +114,3 @@ def test_transfers_are_told_apart_and_what_finds_no_room_is_refused(caplog: pyte
         table.revoke(tag)
     assert not any(table.words[1:])
     table.close()
-
-
-@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(1, 5))
-def test_runs_divide_a_pull(pairs: list[tuple[int, int]], max_pages: int) -> None:
-    sources, destinations = [s for s, _ in pairs], [d for _, d in pairs]
-    runs = list(contiguous_runs(np.array(sources, np.intp), destinations, max_pages))
-    positions = [at + i for at, count in runs for i in range(count)]
-    assert positions == list(range(len(pairs)))
-    for at, count in runs:
-        assert 1 <= count <= max_pages
-        for i in range(count):
-            assert (sources[at + i], destinations[at + i]) == (sources[at] + i, destinations[at] + i)
-    for (a, m), (b, _) in pairwise(runs):
-        joined = sources[a] + m == sources[b] and destinations[a] + m == destinations[b]
-        assert not joined or m == max_pages

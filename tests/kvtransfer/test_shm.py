@@ -22,6 +22,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.kvtransfer import memfd, shm, shm_source, sockets, wire
+from pdserve.kvtransfer.page_copy import PageCopy
 from pdserve.kvtransfer.page_table import table_bytes
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
@@ -37,9 +38,17 @@ class HookedPool(KvPool):
 
     before_copy: Callable[[int], None] = staticmethod(lambda page_id: None)
 
-    def run(self, page_id: int, num_pages: int) -> memoryview:
-        self.before_copy(page_id)
-        return super().run(page_id, num_pages)
+
+def hooked(pool: HookedPool) -> type[PageCopy]:
+    """Copies page by page, and calls the pool's hook before each."""
+
+    class Hooked(PageCopy):
+        def copy(self, first: int, count: int, *, past_caches: bool, briefly: bool) -> None:
+            for i in range(first, first + count):
+                pool.before_copy(self.into_ids[i])
+                super().copy(i, 1, past_caches=past_caches, briefly=briefly)
+
+    return Hooked
 
 
 @dataclass
@@ -60,17 +69,19 @@ class Pair:
 
 
 @asynccontextmanager
-async def pair(idle_s: float = 10.0) -> AsyncIterator[Pair]:
+async def pair(idle_s: float = 10.0, *, inline_bytes: int = shm.INLINE_BYTES) -> AsyncIterator[Pair]:
     there, here = KvPool(LAYOUT, NUM_PAGES), HookedPool(LAYOUT, NUM_PAGES)
     fill(there)
-    source, sink = ShmPageSource(there, DIGEST), ShmPageSink(here, DIGEST, idle_s=idle_s)
-    try:
-        yield Pair(source, sink, there, here, source.new_reader())
-    finally:
-        await sink.close()
-        source.close()
-        there.close()
-        here.close()
+    source, sink = ShmPageSource(there, DIGEST), ShmPageSink(here, DIGEST, idle_s=idle_s, inline_bytes=inline_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shm, "PageCopy", hooked(here))
+        try:
+            yield Pair(source, sink, there, here, source.new_reader())
+        finally:
+            await sink.close()
+            source.close()
+            there.close()
+            here.close()
 
 
 def num_mappings() -> int:
@@ -124,6 +135,9 @@ def test_what_may_not_be_read_is_refused_and_nothing_is_written() -> None:
             stranger = ShmPageSink(p.here, bytes(32))
             assert await reason_of(stranger.pull(p.source.address, p.token, "t", pages[:1], [0])) == "PEER_GONE"
             await stranger.close()
+            for destinations in ([0, NUM_PAGES], [-1, 0]):
+                with pytest.raises(IndexError):
+                    await p.pull(pages[:2], destinations)
             await p.source.withdraw("t")
             await p.source.withdraw("t")
             assert await reason_of(p.pull(pages[:1], [0])) == "ERR_STALE"
@@ -174,25 +188,29 @@ def test_a_page_of_two_transfers_outlives_the_first() -> None:
     run(body())
 
 
+@pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("checksums", [True, False])
 @pytest.mark.parametrize("published_anew", [True, False])
-def test_a_page_that_is_reused_in_the_middle_of_a_copy_fails_it(checksums: bool, published_anew: bool) -> None:
+def test_a_page_that_is_reused_in_the_middle_of_a_copy_fails_it(
+    checksums: bool, published_anew: bool, inline: bool
+) -> None:
     """The reader has looked at the table and copied page 0; then all of it is withdrawn and written over."""
 
     async def body() -> None:
-        async with pair() as p:
+        async with pair(inline_bytes=shm.INLINE_BYTES if inline else 0) as p:
             pages = p.refs([0, 9, 20], checksums=checksums)
             p.source.publish("t", p.token, pages)
-            loop = asyncio.get_running_loop()
+            loop_thread = threading.get_ident()
 
             def reuse(page_id: int) -> None:
+                assert (threading.get_ident() == loop_thread) == inline
                 if page_id == 5:
-                    asyncio.run_coroutine_threadsafe(p.source.withdraw("t"), loop).result(10)
+                    with pytest.raises(StopIteration):  # it waits for nobody
+                        p.source.withdraw("t").send(None)
                     for page in pages:
                         p.there.page(page.page_id)[:] = b"\xaa" * LAYOUT.page_bytes
                     if published_anew:
-                        anew = [SourcePageRef(page.page_id, 2, 0) for page in pages]
-                        loop.call_soon_threadsafe(p.source.publish, "u", p.token, anew)
+                        p.source.publish("u", p.token, [SourcePageRef(page.page_id, 2, 0) for page in pages])
 
             p.here.before_copy = reuse  # type: ignore[method-assign]
             assert await reason_of(p.pull(pages, [3, 5, 7])) == "ERR_STALE"
@@ -216,7 +234,7 @@ def test_a_page_that_changed_after_it_was_hashed_is_corrupt() -> None:
 def test_a_cancelled_pull_ends_only_when_its_thread_writes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         monkeypatch.setattr(shm, "UNCHECKED_CHUNK_BYTES", LAYOUT.page_bytes)
-        async with pair() as p:
+        async with pair(inline_bytes=0) as p:
             pages = p.refs(range(32), checksums=False)
             p.source.publish("t", p.token, pages)
             entered, gate = threading.Event(), threading.Event()
@@ -247,9 +265,10 @@ def test_a_cancelled_pull_ends_only_when_its_thread_writes_no_more(monkeypatch: 
     run(body())
 
 
-def test_close_ends_pulls_that_run_or_wait() -> None:
+def test_close_ends_pulls_that_run_or_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
-        async with pair() as p:
+        monkeypatch.setattr(shm, "UNCHECKED_CHUNK_BYTES", LAYOUT.page_bytes)
+        async with pair(inline_bytes=0) as p:
             pages = p.refs(range(2), checksums=False)
             p.source.publish("t", p.token, pages)
             entered, gate = threading.Event(), threading.Event()
@@ -507,6 +526,7 @@ def test_a_stopped_source_serves_what_it_published_and_answers_no_new_reader() -
             with source_process() as (process, address, token):
                 await p.sink.pull(address, token, "t", pages[:1], [0])
                 process.send_signal(signal.SIGSTOP)
+                await asyncio.to_thread(os.waitpid, process.pid, os.WUNTRACED)  # it stands still now
                 await p.sink.pull(address, token, "t", pages, range(8))
                 assert p.here.page(7)[0] == 8
                 other = ShmPageSink(p.here, DIGEST, idle_s=0.3)
