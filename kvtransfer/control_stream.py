@@ -61,6 +61,7 @@ class ControlStream:
         self.num_late = 0
         self._client = client
         self._outbox: asyncio.Queue[Outgoing] = asyncio.Queue()
+        self._renewal_waits = False
         self.task = asyncio.get_running_loop().create_task(self._run())
 
     @property
@@ -98,18 +99,7 @@ class ControlStream:
             call: ControlCall = rpc.KvTransferStub(channel).Control()  # type: ignore[no-untyped-call]
             tasks: list[asyncio.Task[None]] = []
             try:
-                hello = pb.TransferHello(
-                    protocol_version=PROTOCOL_VERSION,
-                    worker_id=client.worker_id,
-                    incarnation=client.incarnation,
-                    identity_digest=client.identity_digest,
-                    layout=client.layout.to_json(),
-                    expected_incarnation=self.peer.incarnation,
-                    transports=list(client.sinks),
-                    host_id=client.host_id,
-                    kv_converts=sorted(client.stages.converts) if client.stages else (),
-                )
-                await client.clock.wait_for(call.write(pb.ControlRequest(hello=hello)), client.connect_timeout_s)
+                await client.clock.wait_for(call.write(self._hello()), client.connect_timeout_s)
                 first = await self._read(call, client.connect_timeout_s)
                 if first.WhichOneof("message") != "welcome":
                     raise TransferError("prefill did not begin with a welcome", reason="BAD_WELCOME")
@@ -136,6 +126,21 @@ class ControlStream:
                 call.cancel()
                 if self.inlet is not None:
                     self.inlet.close()
+
+    def _hello(self) -> pb.ControlRequest:
+        client = self._client
+        hello = pb.TransferHello(
+            protocol_version=PROTOCOL_VERSION,
+            worker_id=client.worker_id,
+            incarnation=client.incarnation,
+            identity_digest=client.identity_digest,
+            layout=client.layout.to_json(),
+            expected_incarnation=self.peer.incarnation,
+            transports=list(client.sinks),
+            host_id=client.host_id,
+            kv_converts=sorted(client.stages.converts) if client.stages else (),
+        )
+        return pb.ControlRequest(hello=hello)
 
     async def _why_ended(self, ended: grpc.aio.AioRpcError) -> TransferError:
         """Where prefill ended it without a word, TLS may be the reason: then gRPC does not say so."""
@@ -177,8 +182,14 @@ class ControlStream:
         assert self.welcome is not None
         while True:
             await self._client.clock.sleep(max(self.welcome.lease_ms / 5000, MIN_RENEWAL_S))
-            if self.transfers:
-                self.send(pb.ControlRequest(renew=pb.RenewTransfers(transfer_ids=list(self.transfers))))
+            if self.transfers and not self._renewal_waits:
+                self._renewal_waits = True
+                self.send(self._renewal)
+
+    def _renewal(self) -> pb.ControlRequest:
+        """Of what is open when it is sent: one is queued at a time, also for a prefill worker that reads nothing."""
+        self._renewal_waits = False
+        return pb.ControlRequest(renew=pb.RenewTransfers(transfer_ids=list(self.transfers)))
 
     def _on_message(self, message: pb.ControlResponse) -> None:
         kind = message.WhichOneof("message")

@@ -26,7 +26,7 @@ from pdserve.v1 import kvtransfer_pb2 as pb
 from .accounts import Borrower, Lender, assert_received
 from .planes import PLANES, Plane, planes
 from .scripted import SCRIPTED, ScriptedDecode, ScriptedPrefill, fake_hello, scripted_client, welcome
-from .world import DIGEST, INCARNATION, PROMPT_DIGEST, SMALL, Ref, hello, run, world
+from .world import DIGEST, INCARNATION, PROMPT_DIGEST, SMALL, Ref, eventually, hello, run, world
 
 NUM_PAGES = 4
 
@@ -244,5 +244,51 @@ def test_pages_that_were_hashed_too_late_are_not_those_of_the_next_transfer_of_t
             w.complete("t", 1)
             await incoming.result()
             assert w.decode.page(0) == w.prefill.page(5)
+
+    run(body())
+
+
+class Deaf(ScriptedPrefill):
+    """Takes no renewal before `hears`."""
+
+    def __init__(self) -> None:
+        super().__init__([welcome()])
+        self.hears = asyncio.Event()
+
+    async def write(self, message: pb.ControlRequest) -> None:
+        if message.WhichOneof("message") == "renew":
+            await self.hears.wait()
+        await super().write(message)
+
+
+class Hasty(MonotonicClock):
+    """A hundred sleeps end at once, then `over` is set and the next ones last."""
+
+    def __init__(self) -> None:
+        self.num_left, self.over = 100, asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        self.num_left -= 1
+        if self.num_left <= 0:
+            self.over.set()
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+
+
+def test_renewals_for_a_prefill_worker_that_reads_nothing_do_not_pile_up() -> None:
+    async def body() -> None:
+        here, channel, clock = KvPool(SMALL, 4), Deaf(), Hasty()
+        sink = TcpPageSink(here, DIGEST)
+        client = scripted_client(sink, channel)
+        client.clock = clock
+        loan = Borrower(client, sink, here, SCRIPTED).borrow("t", 1)
+        await asyncio.wait_for(clock.over.wait(), 10)
+        await loan.incoming.abort()
+        channel.hears.set()
+        await eventually(lambda: channel.heard[-1].WhichOneof("message") == "close")
+        renewed = [list(m.renew.transfer_ids) for m in channel.heard if m.WhichOneof("message") == "renew"]
+        assert renewed[0] == ["t"] and len(renewed) <= 2
+        await loan.end()
+        await client.close()
 
     run(body())
