@@ -14,11 +14,12 @@ INTEGRITIES = ("none", "host")
 class TransferConfig:
     """What is moved, how often."""
 
-    planes: str = option("all", "data planes to measure, separated by commas; all: every one that works here")
+    planes: str = option("all", "data planes to measure, separated by commas; all: every one that is installed")
     page_kib: str = option("64,256,1024", "sizes of a page in KiB, separated by commas")
     total_mib: str = option("1,16,64,256", "sizes of a transfer in MiB, separated by commas")
     repeats: int = option(5, "interleaved runs of each case; medians are reported", unit="runs", minimum=1)
     timeout_s: float = option(60.0, "time that one transfer may take", unit="s", minimum=1)
+    max_minutes: float = option(15.0, "after so long no other case is begun", unit="minutes", minimum=0)
     quick: bool = option(False, "one small case, one run: to see that it works; its numbers mean little")
     seed: int = option(0, "seed of the order of scattered pages", minimum=0)
     json: str | None = option(None, "write the report to this file")

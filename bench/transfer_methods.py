@@ -7,7 +7,7 @@ import multiprocessing
 import random
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
@@ -60,11 +60,13 @@ class Moved:
         wall_s: From the first ask to the last byte (verified, where the method verifies), seconds.
         cpu_s: Processor time of both processes, seconds.
         hash_s: Time of the source's checksums, before the transfer, seconds.
+        verified: The same with every page verified afterwards, for a method that does not verify by itself; or None.
     """
 
     wall_s: float
     cpu_s: float
     hash_s: float = 0.0
+    verified: Moved | None = None
 
 
 class Method(Protocol):
@@ -117,9 +119,9 @@ class BareSockets:
 
     def __init__(self, pool: KvPool, timeout_s: float) -> None:
         self._pool = pool
-        self._process, self._pipe = _start(serve_bare, BARE_BYTES)
+        self._process, self._pipe = start(serve_bare, BARE_BYTES)
         self._timeout_s = timeout_s
-        self._sock = socket.create_connection(("127.0.0.1", _receive(self._pipe, START_TIMEOUT_S)), timeout_s)
+        self._sock = socket.create_connection(("127.0.0.1", receive(self._pipe, START_TIMEOUT_S)), timeout_s)
         tune(self._sock)
         self._their_cpu_s = 0.0
         self._ask(8)  # its processor time until now
@@ -134,13 +136,13 @@ class BareSockets:
         self._sock.sendall(num_bytes.to_bytes(8, "little"))
         recv_exactly(self._sock, self._pool.buffer[:num_bytes])
         ended_s = time.perf_counter()
-        self._their_cpu_s = _receive(self._pipe, self._timeout_s)
+        self._their_cpu_s = receive(self._pipe, self._timeout_s)
         return ended_s
 
     async def close(self) -> None:
         """See `Method`."""
         self._sock.close()
-        _end(self._process, self._pipe)
+        end(self._process, self._pipe)
 
 
 class PlaneMethod:
@@ -159,8 +161,8 @@ class PlaneMethod:
     ) -> None:
         files = files or TlsConfig()
         self._pool, self._hashed, self._timeout_s = pool, integrity == "host", timeout_s
-        self._process, self._pipe = _start(serve_plane, name, files, pool.page_bytes, pool.num_pages)
-        self._address, self._token = _receive(self._pipe, START_TIMEOUT_S)
+        self._process, self._pipe = start(serve_plane, name, files, pool.page_bytes, pool.num_pages)
+        self._address, self._token = receive(self._pipe, START_TIMEOUT_S)
         self._sink = plane_named(name, files).sink(pool)
         self._num_moved = 0
 
@@ -170,13 +172,13 @@ class PlaneMethod:
         self._num_moved += 1
         targets = case.pages(seed + 1, self._pool.num_pages)
         self._pipe.send(Publish(transfer_id, case.pages(seed, self._pool.num_pages), self._hashed))
-        published: Published = _receive(self._pipe, self._timeout_s)
+        published: Published = receive(self._pipe, self._timeout_s)
         began_s, cpu_s = time.perf_counter(), time.process_time()
         pull = self._sink.pull(self._address, self._token, transfer_id, published.pages, targets)
         await asyncio.wait_for(pull, self._timeout_s)
         wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
         self._pipe.send(Withdraw(transfer_id))
-        their_cpu_s = _receive(self._pipe, self._timeout_s) - published.cpu_s
+        their_cpu_s = receive(self._pipe, self._timeout_s) - published.cpu_s
         for page, target in zip(published.pages, targets, strict=True):
             if self._pool.page(target)[:8] != page.page_id.to_bytes(8, "little"):
                 raise TransferError(f"page {page.page_id} did not arrive", reason="WRONG_PAGE")
@@ -185,30 +187,29 @@ class PlaneMethod:
     async def close(self) -> None:
         """See `Method`."""
         await self._sink.close()
-        _end(self._process, self._pipe)
+        end(self._process, self._pipe)
 
 
-def methods(
-    planes: Sequence[str], integrities: Sequence[str], pool: KvPool, timeout_s: float, files: TlsConfig
-) -> dict[str, Method]:
-    """Every method by its name, in the order of the report."""
-    found: dict[str, Method] = {"memcpy": Memcpy(pool), "bare sockets": BareSockets(pool, timeout_s)}
-    for plane in planes:
-        for integrity in integrities:
-            found[f"{plane}, {integrity}"] = PlaneMethod(plane, pool, integrity, timeout_s, files)
-    return found
+def start(target: Callable[..., None], *arguments: object, has_children: bool = False) -> tuple[Any, Connection]:
+    """Starts a process that ends with the pipe to it.
 
+    Args:
+        target: What it does; gets the other end of the pipe, then the arguments.
+        arguments: See `target`.
+        has_children: It starts processes of its own.
 
-def _start(target: Callable[..., None], *arguments: object) -> tuple[Any, Connection]:
+    Returns:
+        The process and our end.
+    """
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=not has_children)
     process.start()
     theirs.close()
     return process, ours
 
 
-def _receive(pipe: Connection, timeout_s: float) -> Any:
+def receive(pipe: Connection, timeout_s: float) -> Any:
     """What the other process says.
 
     Raises:
@@ -218,11 +219,12 @@ def _receive(pipe: Connection, timeout_s: float) -> Any:
         if pipe.poll(timeout_s):
             return pipe.recv()
     except EOFError:
-        raise PdserveError("the source process of the bench ended", reason="SOURCE_ENDED") from None
-    raise PdserveError(f"the source process of the bench said nothing in {timeout_s:g} s", reason="SOURCE_SILENT")
+        raise PdserveError("a process of the bench ended", reason="PROCESS_ENDED") from None
+    raise PdserveError(f"a process of the bench said nothing in {timeout_s:g} s", reason="PROCESS_SILENT")
 
 
-def _end(process: Any, pipe: Connection) -> None:
+def end(process: Any, pipe: Connection) -> None:
+    """Ends a process by its pipe, or else by force."""
     pipe.close()
     process.join(5.0)
     if process.is_alive():

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 
 import xxhash
 
+from pdserve.bench.transfer_libraries import LIBRARIES
 from pdserve.core.layout import KVLayout
 from pdserve.core.tls import Tls, TlsConfig
 from pdserve.kvtransfer.pool import KvPool
@@ -45,7 +46,9 @@ TLS_PLANE = "tcp+tls"
 
 
 def plane_named(name: str, files: TlsConfig) -> Plane:
-    """A plane of `PLANES`, or the one under TLS."""
+    """A plane of `PLANES`, the one under TLS, or one over a library."""
+    if (library := LIBRARIES.get(name)) is not None:
+        return Plane(library.source, library.sink)
     if name != TLS_PLANE:
         return PLANES[name]
     tls = Tls(files)

@@ -13,7 +13,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from pdserve.core.errors import ConfigError, TransferError
@@ -22,8 +22,14 @@ from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadSta
 from pdserve.kvtransfer.tasks import submit
 
 NAME = "mooncake"
-MAX_OUTSTANDING = 8
-"""Runs of one read that Mooncake has at a time."""
+MAX_OUTSTANDING = 64
+"""Runs of one read that Mooncake has at a time; over tcp it queues 1,024 for a peer, and fails what does not fit."""
+CHUNK = 16
+"""Runs that one thread begins one after the other."""
+LOOKED_AT = 8
+"""A look ends at so many runs that go on: Mooncake takes them in order, over tcp four at a time."""
+BEGIN_S = 200e-6
+"""How long a look waits for threads that begin runs when there is nothing else to look at."""
 MAX_THREADS = 32
 
 _log = logging.getLogger(__name__)
@@ -94,40 +100,53 @@ class _MooncakeRead:
     def __init__(self, engine: Any, peer: str, runs: Sequence[Run], threads: ThreadPoolExecutor) -> None:
         self._engine, self._peer, self._threads = engine, peer, threads
         self._waiting = deque(runs)
-        self._submitting: set[Future[int]] = set()
-        self._batches: set[int] = set()
+        self._submitting: dict[Future[list[int]], int] = {}
+        self._batches: dict[int, None] = {}
         self._failed = False
         self._fill()
 
     def poll(self) -> ReadState:
         """See `Read`."""
+        if self._submitting and not self._batches:
+            wait(self._submitting, BEGIN_S, FIRST_COMPLETED)  # they need the interpreter, too
         for future in [f for f in self._submitting if f.done()]:
-            self._submitting.discard(future)
-            if batch := future.result():
-                self._batches.add(batch)
-            else:
-                self._failed = True  # nothing was begun
+            del self._submitting[future]
+            for batch in future.result():
+                if batch:
+                    self._batches[batch] = None
+                else:
+                    self._failed = True  # nothing was begun
+        num_going_on = 0
         for batch in list(self._batches):
-            if (code := self._engine.transfer_check_status(batch)) in (1, -1):  # else it goes on
-                self._batches.discard(batch)
+            if (code := self._engine.transfer_check_status(batch)) in (1, -1):
+                del self._batches[batch]
                 self._failed = self._failed or code < 0
+            elif (num_going_on := num_going_on + 1) == LOOKED_AT:
+                break
         self._fill()
         if self._submitting or self._batches:
             return ReadState.PENDING
         return ReadState.FAILED if self._failed else ReadState.DONE
 
     def _fill(self) -> None:
-        while self._waiting and not self._failed and len(self._submitting) + len(self._batches) < MAX_OUTSTANDING:
-            run = self._waiting.popleft()
+        room = MAX_OUTSTANDING - len(self._batches) - sum(self._submitting.values())
+        while self._waiting and not self._failed and room > 0:
+            runs = [self._waiting.popleft() for _ in range(min(CHUNK, room, len(self._waiting)))]
+            room -= len(runs)
             try:
-                self._submitting.add(submit(self._threads, self._submit, run))
+                self._submitting[submit(self._threads, self._submit, runs)] = len(runs)
             except TransferError as e:
                 _log.error("a Mooncake read failed: %s", e.message)
-                self._failed = True  # of this run nothing was begun; the others end
+                self._failed = True  # of these runs nothing was begun; the others end
 
-    def _submit(self, run: Run) -> int:
-        batch: int = self._engine.batch_transfer_async_read(self._peer, [run.local], [run.remote], [run.num_bytes])
-        return batch
+    def _submit(self, runs: Sequence[Run]) -> list[int]:
+        """Begins runs, up to one that cannot be; each gets a batch, that one 0."""
+        begun = list[int]()
+        for run in runs:
+            begun.append(self._engine.batch_transfer_async_read(self._peer, [run.local], [run.remote], [run.num_bytes]))
+            if not begun[-1]:
+                break
+        return begun
 
 
 class MooncakeLibrary:

@@ -1,28 +1,38 @@
 """The nixl transport: pages are read through NIXL's UCX backend (RDMA, shared memory, tcp), host memory to host memory.
 
 Each end has an agent with a random name and its pool registered once. An agent has threads: no process may fork after
-it made one (spawn, or exec at once). What NIXL says of a failed read is trusted in one case only: after a disconnect
-UCX has closed the connection and purged what was outstanding. After any other failure a read counts as outstanding.
+it made one (spawn, or exec at once). One of the source's answers reads, and sleeps between them; as NIXL's Python API
+sets it up it would take a whole core, also while nobody reads. The reading agent has no such thread: asking for a read
+is what moves it on, in the sink's thread. What NIXL says of a failed read is trusted in one case only: after a
+disconnect UCX has closed the connection and purged what was outstanding. After any other failure a read counts as
+outstanding.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import importlib
 import importlib.util
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.core.errors import ConfigError, TransferError
 from pdserve.kvtransfer.pool import PageMemory
-from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
+from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run, Runs
 
 NAME = "nixl"
 PACKAGES = ("nixl", "nixl_cu13", "nixl_cu12")
+
+PROGRESS_US = 10_000
+"""A source's thread is woken by what arrives; in case it was not, it looks after so long."""
 
 _log = logging.getLogger(__name__)
 _WORDS = {"DONE": ReadState.DONE, "PROC": ReadState.PENDING}
@@ -52,10 +62,37 @@ def load() -> Any:
     return module
 
 
-class _Agent:
-    """An agent with a pool registered, over UCX alone."""
+def agent_config(api: Any, *, serves: bool) -> Any:
+    """How an agent is set up that serves reads, or that begins some, in one thread at a time."""
+    sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+    return api.nixl_agent_config(enable_prog_thread=serves, backends=["UCX"], sync_mode=sync)
 
-    def __init__(self, memory: PageMemory, environment: dict[str, str]) -> None:
+
+@contextlib.contextmanager
+def _sleeping_progress(bindings: Any) -> Iterator[None]:
+    """Agents made meanwhile have a progress thread that sleeps: the Python API knows no option for it."""
+    known = bindings.nixlAgentConfig
+
+    class Config(known):  # type: ignore[misc, valid-type]
+        @property
+        def pthrDelay(self) -> int:
+            return int(known.pthrDelay.__get__(self))
+
+        @pthrDelay.setter
+        def pthrDelay(self, delay_us: int) -> None:
+            known.pthrDelay.__set__(self, delay_us or PROGRESS_US)
+
+    bindings.nixlAgentConfig = Config
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = known
+
+
+class _Agent:
+    """An agent with a pool registered, over UCX alone; `serves` reads of others, or begins its own in one thread."""
+
+    def __init__(self, memory: PageMemory, environment: dict[str, str], *, serves: bool) -> None:
         os.environ.update(environment)  # UCX reads nothing else, when its first context is made
         api = load()
         bindings: Any = api.nixlBind
@@ -65,15 +102,18 @@ class _Agent:
         self.memory = LocalMemory(memory)
         self.name = f"pdserve-{secrets.token_hex(8)}"
         try:
-            self.nixl: Any = api.nixl_agent(self.name, api.nixl_agent_config(backends=["UCX"]))
+            with _sleeping_progress(bindings):
+                self.nixl: Any = api.nixl_agent(self.name, agent_config(api, serves=serves))
             region = [(self.memory.base, self.memory.num_bytes, 0, "")]
             self._registered: Any = self.nixl.register_memory(region, "DRAM", backends=["UCX"])
         except self.errors as e:
             raise ConfigError(f"--kv-transfer-config: transport nixl: no UCX agent over the KV pool: {e!r}") from e
 
-    def descriptors(self, parts: Sequence[tuple[int, int]]) -> Any:
-        """Address and size of each part as NIXL wants them."""
-        return self.nixl.get_xfer_descs([(address, num_bytes, 0) for address, num_bytes in parts], "DRAM")
+    def descriptors(self, runs: NDArray[np.uint64], address: int) -> Any:
+        """The addresses in a column of runs, with their sizes, as NIXL wants them."""
+        found = np.zeros((len(runs), 3), np.uint64)  # the last column: number of the device
+        found[:, :2] = runs[:, (address, 2)]
+        return self.nixl.get_xfer_descs(found, "DRAM")
 
     def close(self) -> None:
         """Ends its threads."""
@@ -94,7 +134,7 @@ def make_source(memory: PageMemory, environment: dict[str, str]) -> OneSidedSour
     Raises:
         ConfigError: NIXL or UCX cannot work here.
     """
-    agent = _Agent(memory, environment)
+    agent = _Agent(memory, environment, serves=True)
     peer = base64.b64encode(agent.nixl.get_agent_metadata()).decode()
     pool = RemotePool(NAME, agent.name, peer, agent.memory.base, memory.num_pages, memory.page_bytes)
     return OneSidedSource(pool, agent.close)
@@ -140,7 +180,7 @@ class NixlLibrary:
     """
 
     def __init__(self, memory: PageMemory, environment: dict[str, str]) -> None:
-        self._agent = _Agent(memory, environment)
+        self._agent = _Agent(memory, environment, serves=False)
         self._names: dict[RemotePool, str] = {}
 
     def begin(self, source: RemotePool, runs: Sequence[Run]) -> _NixlRead:
@@ -148,8 +188,8 @@ class NixlLibrary:
         agent = self._agent
         try:
             name = self._names.get(source) or self._add(source)
-            local = agent.descriptors([(run.local, run.num_bytes) for run in runs])
-            remote = agent.descriptors([(run.remote, run.num_bytes) for run in runs])
+            table = runs.table if isinstance(runs, Runs) else np.array(runs, np.uint64)
+            remote, local = agent.descriptors(table, 0), agent.descriptors(table, 1)
             handle = agent.nixl.initialize_xfer("READ", local, remote, name, backends=["UCX"])
         except agent.errors as e:
             raise TransferError(f"nixl cannot reach the source {source.instance}: {e!r}", reason="PEER_GONE") from e

@@ -1,9 +1,9 @@
 """OneSidedSink: pulls pages with a library that copies them by itself, and that nobody can stop once it began.
 
-Life of a pull, all of it in the sink's one thread, which alone calls the library:
+Life of a pull, in the sink's one thread, which alone calls the library (another hashes):
 
     WAITING      its source has MAX_PER_PEER pulls already; a cancel ends it at once
-    READING      parts of at most PART_BYTES, WINDOW at a time, each verified when it is there
+    READING      parts of at most PART_BYTES, WINDOW at a time, each verified when it is there, while others are read
     QUARANTINED  it failed (too slow, cancelled, corrupt, lost, closed) and parts are outstanding: no new part is begun
     over         the library has said of every part that it ended: only now `pull` returns and the pages may be freed
 
@@ -21,23 +21,39 @@ import threading
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from pdserve.core.errors import TransferError
 from pdserve.kvtransfer.pool import PageMemory
-from pdserve.kvtransfer.remote_reads import Library, LocalMemory, Read, ReadState, RemotePool, Run
+from pdserve.kvtransfer.remote_reads import Library, LocalMemory, Read, ReadState, RemotePool, Runs
+from pdserve.kvtransfer.tasks import submit
 from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 
 MAX_PER_PEER = 4
 MAX_PEERS = 32
 PART_BYTES = 8 << 20
 WINDOW = 2
-POLL_S, MAX_POLL_S, QUARANTINE_POLL_S = 50e-6, 1e-3, 20e-3
+POLL_S, MAX_POLL_S, QUARANTINE_POLL_S = 50e-6, 200e-6, 20e-3
+SPIN_S = 200e-6
+"""After any change reads are asked for so long without a pause: many are over sooner than a pause is."""
+PAUSE_SHARE = 8
+"""Later a pause takes this part of the time since the last change."""
 
 _log = logging.getLogger(__name__)
-_Part = list[tuple[SourcePageRef, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Pages of one read: ids there and here, and what they hash to at the source."""
+
+    sources: NDArray[np.uint64]
+    destinations: NDArray[np.uint64]
+    checksums: Sequence[int]
 
 
 class _Pull:
@@ -52,6 +68,8 @@ class _Pull:
         self.overdue = False
         self.deadline_s = self.progress_s = 0.0
         self.reads: list[tuple[Read, _Part]] = []
+        self.checks: list[Future[int | None]] = []
+        self.num_unread = num_pages
         self.stuck: list[Read] = []  # ended in an unknown way: kept, or the library would give them up
 
     def fail(self, error: TransferError) -> None:
@@ -91,6 +109,7 @@ class OneSidedSink:
         self._lock = threading.Lock()  # a pull is queued before the end, or refused
         self._inbox: deque[_Pull] = deque()
         self._wake, self._closing, self._ended = threading.Event(), False, Future[None]()
+        self._decoded: dict[str, RemotePool] = {}
         self._on_overdue: Callable[[str, TransferError], None] | None = None
         # The thread's own:
         self._waiting: list[_Pull] = []
@@ -98,6 +117,8 @@ class OneSidedSink:
         self._peers: OrderedDict[RemotePool, None] = OrderedDict()
         self._lost: set[RemotePool] = set()
         self._num_quarantined = 0
+        self._changed_s = 0.0
+        self._verifier = ThreadPoolExecutor(1, thread_name_prefix=f"kv-{transport}-verify")
         self._thread = threading.Thread(target=self._run, name=f"kv-{transport}", daemon=True)
         self._thread.start()
 
@@ -119,13 +140,11 @@ class OneSidedSink:
         destinations: Sequence[int],
     ) -> int:
         """See `PageSink`. However it ends, the library has ended every read of it."""
-        source = RemotePool.decode(address, self._transport)
+        source = self._decode(address)
         self._check(source, sources)
         if not sources:
             return 0
-        pairs = sorted(zip(sources, destinations, strict=True), key=lambda pair: (pair[0].page_id, pair[1]))
-        parts = (pairs[at : at + self._pages_per_part] for at in range(0, len(pairs), self._pages_per_part))
-        pull = _Pull(source, transfer_id, len(pairs), parts)
+        pull = _Pull(source, transfer_id, len(sources), self._parts(sources, destinations))
         with self._lock:
             if self._closing:
                 raise TransferError("the data plane is closed", reason="SINK_CLOSED")
@@ -146,6 +165,24 @@ class OneSidedSink:
             self._closing = True
         self._wake.set()
         await asyncio.shield(asyncio.wrap_future(self._ended))
+
+    def _decode(self, address: str) -> RemotePool:
+        """What a source is called does not change: it is read once."""
+        if (source := self._decoded.get(address)) is None:
+            source = RemotePool.decode(address, self._transport)
+            if len(self._decoded) >= MAX_PEERS:
+                self._decoded.clear()
+            self._decoded[address] = source
+        return source
+
+    def _parts(self, sources: Sequence[SourcePageRef], destinations: Sequence[int]) -> Iterator[_Part]:
+        """Shares pages out in the order of the source, where neighbours are read as one."""
+        if len(destinations) != len(sources):
+            raise ValueError(f"{len(sources)} pages into {len(destinations)}")
+        ids = np.fromiter((page.page_id for page in sources), np.uint64, len(sources))
+        into, order = np.array(destinations, np.uint64), np.argsort(ids, kind="stable")
+        shares = (order[at : at + self._pages_per_part] for at in range(0, len(order), self._pages_per_part))
+        return (_Part(ids[share], into[share], [sources[i].checksum for i in share.tolist()]) for share in shares)
 
     def _check(self, source: RemotePool, sources: Sequence[SourcePageRef]) -> None:
         if source.page_bytes != self._memory.page_bytes:
@@ -189,25 +226,26 @@ class OneSidedSink:
             self._ended.set_result(None)
 
     def _loop(self) -> None:
-        delay_s = POLL_S
         while not self._closing or self._active or self._waiting or self._inbox:
             while self._inbox:
                 self._waiting.append(self._inbox.popleft())
             changed = self._start_waiting() | self._advance()
             self._num_quarantined = sum(p.num_pages for p in self._active if p.error is not None)
+            now = time.monotonic()
             if changed:
-                delay_s = POLL_S
-                continue
-            self._wake.wait(self._pause_s(delay_s))
-            self._wake.clear()
-            delay_s = min(delay_s * 1.5, MAX_POLL_S)
+                self._changed_s = now
+            elif (pause_s := self._pause_s(now - self._changed_s)) != 0:
+                self._wake.wait(pause_s)
+                self._wake.clear()
+        self._verifier.shutdown()
         self._library.close()
         self._ended.set_result(None)
 
-    def _pause_s(self, delay_s: float) -> float | None:
-        if any(p.error is None for p in self._active):
-            return delay_s
-        return QUARANTINE_POLL_S if self._active or self._waiting else None
+    def _pause_s(self, unchanged_s: float) -> float | None:
+        """How long to let reads go on that have not changed for so long; None: until somebody wants something."""
+        if any(p.error is None and p.reads for p in self._active):
+            return 0.0 if unchanged_s < SPIN_S else min(max(POLL_S, unchanged_s / PAUSE_SHARE), MAX_POLL_S)
+        return QUARANTINE_POLL_S if self._active or self._waiting else None  # who hashes wakes, too
 
     def _start_waiting(self) -> bool:
         """Begins what may begin, ends what may not; True when something changed."""
@@ -260,24 +298,14 @@ class OneSidedSink:
         """Gives the library the next parts."""
         while pull.error is None and len(pull.reads) < WINDOW and (part := next(pull.parts, None)) is not None:
             try:
-                read = self._library.begin(pull.source, self._runs(pull.source, part))
+                runs = Runs.of_pages(pull.source, self._local.base, part.sources, part.destinations)
+                read = self._library.begin(pull.source, runs)
             except TransferError as e:
                 pull.fail(e)
                 self._lost.add(pull.source)
             else:
+                pull.num_unread -= len(part.sources)
                 pull.reads.append((read, part))
-
-    def _runs(self, source: RemotePool, part: _Part) -> list[Run]:
-        """Neighbours on both sides become one run."""
-        size, runs = source.page_bytes, list[Run]()
-        for page, destination in part:
-            remote, local = source.base + page.page_id * size, self._local.base + destination * size
-            last = runs[-1] if runs else None
-            if last and (last.remote + last.num_bytes, last.local + last.num_bytes) == (remote, local):
-                runs[-1] = Run(last.remote, last.local, last.num_bytes + size)
-            else:
-                runs.append(Run(remote, local, size))
-        return runs
 
     def _advance(self) -> bool:
         """Looks at every read; True when something changed."""
@@ -288,9 +316,13 @@ class OneSidedSink:
                     changed = True
                     pull.reads.remove(entry)
                     self._on_read_ended(pull, entry[0], state, entry[1])
+            for check in [c for c in pull.checks if c.done()]:
+                changed = True
+                pull.checks.remove(check)
+                self._on_checked(pull, check.result())
             self._check_limits(pull)
             self._fill_window(pull)
-            if not pull.reads and not pull.stuck:
+            if not (pull.reads or pull.checks or pull.stuck):
                 changed = True
                 self._active.remove(pull)
                 self._resolve(pull)
@@ -318,10 +350,24 @@ class OneSidedSink:
             )
 
     def _verify(self, pull: _Pull, part: _Part) -> None:
-        for page, destination in part:
-            if xxhash.xxh3_64_intdigest(self._memory.page(destination)) != page.checksum:
-                pull.fail(TransferError(f"page {page.page_id} arrived stale or corrupt", reason="CORRUPT_PAGE"))
+        """Hashes a part: in the other thread when there is more to read meanwhile."""
+        if pull.num_unread or pull.reads:
+            with contextlib.suppress(TransferError):  # no thread for it
+                pull.checks.append(submit(self._verifier, self._first_wrong, part))
+                pull.checks[-1].add_done_callback(lambda _: self._wake.set())
                 return
+        self._on_checked(pull, self._first_wrong(part))
+
+    def _first_wrong(self, part: _Part) -> int | None:
+        """Id at the source of a page that is not what it was said to be."""
+        for at, (destination, checksum) in enumerate(zip(part.destinations.tolist(), part.checksums, strict=True)):
+            if xxhash.xxh3_64_intdigest(self._memory.page(destination)) != checksum:
+                return int(part.sources[at])
+        return None
+
+    def _on_checked(self, pull: _Pull, wrong: int | None) -> None:
+        if wrong is not None:
+            pull.fail(TransferError(f"page {wrong} arrived stale or corrupt", reason="CORRUPT_PAGE"))
 
     def _check_limits(self, pull: _Pull) -> None:
         """Ends what nobody wants any more, and what takes too long."""

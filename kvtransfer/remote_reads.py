@@ -9,16 +9,20 @@ from __future__ import annotations
 import ctypes
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
-from typing import Protocol
+from typing import NamedTuple, Protocol, overload
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pdserve.core.errors import ConfigError, TransferError
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.transport import SourcePageRef
 
 MAX_ADDRESS_BYTES = 64 << 10
+_FIRST = np.zeros(1, np.intp)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +96,61 @@ class LocalMemory:
             raise ConfigError("KV pool: its pages do not follow each other in memory, as one-sided transports need")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+class Run(NamedTuple):
     """Bytes that follow each other on both sides: addresses there and here, and how many."""
 
     remote: int
     local: int
     num_bytes: int
+
+
+class Runs(Sequence[Run]):
+    """Runs as an array, for what would take too long one by one.
+
+    Args:
+        table: `[num_runs, 3]`, columns as the fields of `Run`.
+    """
+
+    def __init__(self, table: NDArray[np.uint64]) -> None:
+        self.table = table
+
+    @classmethod
+    def of_pages(
+        cls, source: RemotePool, base: int, sources: NDArray[np.uint64], destinations: NDArray[np.uint64]
+    ) -> Runs:
+        """Pages that are neighbours on both sides become one run.
+
+        Args:
+            source: Where they are read.
+            base: Address of page 0 here, whose pages have the same size.
+            sources: `[num_pages]`, at least one.
+            destinations: `[num_pages]`.
+        """
+        new = (sources[1:] != sources[:-1] + 1) | (destinations[1:] != destinations[:-1] + 1)
+        first = np.concatenate((_FIRST, new.nonzero()[0] + 1))
+        table, size = np.empty((len(first), 3), np.uint64), source.page_bytes
+        table[:, 0] = sources[first] * size + source.base
+        table[:, 1] = destinations[first] * size + base
+        table[:-1, 2] = (first[1:] - first[:-1]) * size
+        table[-1, 2] = (len(sources) - int(first[-1])) * size
+        return cls(table)
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def __iter__(self) -> Iterator[Run]:
+        return map(Run._make, self.table.tolist())
+
+    @overload
+    def __getitem__(self, index: int) -> Run: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Runs: ...
+
+    def __getitem__(self, index: int | slice) -> Run | Runs:
+        if isinstance(index, slice):
+            return Runs(self.table[index])
+        return Run(*self.table[index].tolist())
 
 
 class ReadState(Enum):

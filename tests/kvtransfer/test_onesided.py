@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from pdserve.core.errors import TransferError
 from pdserve.kvtransfer import onesided
 from pdserve.kvtransfer.onesided import MAX_PER_PEER, WINDOW, OneSidedSink
 from pdserve.kvtransfer.pool import KvPool
-from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
+from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run, Runs
 from pdserve.kvtransfer.transport import SourcePageRef
 
 from .world import SMALL, eventually, fill, reason_of, refs, run
@@ -189,11 +190,54 @@ def test_a_stale_or_corrupt_page_fails_its_pull_once_nothing_writes() -> None:
             first.end()
             await eventually(lambda: p.sink.num_quarantined == 3)
             assert not pull.done()
+            count = len(p.scripted.reads)  # the last may have begun while the first was hashed
             second.end()
+            for read in p.scripted.reads[2:]:
+                read.end()
             assert await reason_of(pull) == "CORRUPT_PAGE"
-            assert len(p.scripted.reads) == 2  # no new part
+            assert len(p.scripted.reads) == count
 
     run(body())
+
+
+def test_parts_are_hashed_while_others_are_read_and_the_pull_waits_for_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        async with pair(pages_per_part=1) as p:
+            hashing, go_on = threading.Event(), threading.Event()
+            first_wrong = p.sink._first_wrong
+
+            def held(part: onesided._Part) -> int | None:
+                hashing.set()
+                assert go_on.wait(10)
+                return first_wrong(part)
+
+            monkeypatch.setattr(p.sink, "_first_wrong", held)
+            pull = p.start([0, 1, 2], [0, 1, 2])
+            await begun(p, 2)
+            p.scripted.reads[0].end()
+            await begun(p, 3)
+            await eventually(hashing.is_set)
+            p.scripted.reads[1].end()
+            monkeypatch.undo()  # the last is hashed where it arrived
+            p.scripted.reads[2].end()
+            done, _ = await asyncio.wait([pull], timeout=0.05)
+            assert not done
+            go_on.set()
+            assert await pull == 3 * SMALL.page_bytes
+
+    run(body())
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=40))
+def test_runs_are_the_pages_in_their_order_and_no_two_can_be_one(pages: list[tuple[int, int]]) -> None:
+    source = RemotePool("scripted", "a", "", (1 << 64) - 31 * 4096, 31, 4096)
+    there, here = (np.array(ids, np.uint64) for ids in zip(*pages, strict=True))
+    runs = Runs.of_pages(source, 1 << 40, there, here)
+    found = [(run.remote + at, run.local + at) for run in runs for at in range(0, run.num_bytes, 4096)]
+    assert found == [(source.base + remote * 4096, (1 << 40) + local * 4096) for remote, local in pages]
+    ends = [(run.remote + run.num_bytes, run.local + run.num_bytes) for run in runs]
+    assert not any(end == (run.remote, run.local) for end, run in zip(ends, list(runs)[1:], strict=False))
+    assert [*runs[:2]] == [runs[i] for i in range(min(2, len(runs)))]
 
 
 def test_a_cancelled_pull_returns_only_when_its_reads_have_ended() -> None:
@@ -349,6 +393,7 @@ def test_a_library_that_breaks_fails_requests_and_frees_no_page() -> None:
         assert e.value.reason == "SINK_CLOSED"
         sink._active[0].future.set_result(0)  # only the end of the process does this
         await pull
+        await asyncio.to_thread(sink._thread.join, 10)  # its exception is this test's
 
     run(body())
 
@@ -400,6 +445,7 @@ def test_a_library_that_breaks_between_two_parts_frees_no_page_and_strands_nobod
         for pull in sink._active:
             pull.future.set_result(0)  # only the end of the process does this
         await asyncio.gather(first, broken)
+        await asyncio.to_thread(sink._thread.join, 10)  # its exception is this test's
 
     run(body())
 
@@ -411,6 +457,7 @@ def test_a_library_that_breaks_with_nothing_outstanding_holds_nobody_up() -> Non
         sink = OneSidedSink(KvPool(SMALL, NUM_PAGES), "scripted", library)
         library.close = None  # type: ignore[assignment]  # calling it is not what a library may do
         await asyncio.wait_for(sink.close(), 10)
+        await asyncio.to_thread(sink._thread.join, 10)  # its exception is this test's
 
     run(body())
 
