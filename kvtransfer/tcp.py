@@ -81,8 +81,9 @@ class _Job:
 
     def receive(self, sock: socket.socket, into: list[memoryview]) -> None:
         """Fills buffers, as many as come at once within the idle and the total limit; takes the full ones out."""
-        left_s = self._deadline_s - time.monotonic()
-        if left_s <= 0 or self._cancelled:
+        if self._cancelled:
+            raise TransferError("the pull was cancelled", reason="CANCELLED")
+        if (left_s := self._deadline_s - time.monotonic()) <= 0:
             raise TransferError("the pull is slower than its limit", reason="PULL_TOO_SLOW")
         if left_s < self._idle_s or isinstance(sock, ssl.SSLSocket):
             wait_at_most(sock, min(left_s, self._idle_s))

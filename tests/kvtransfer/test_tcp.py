@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
-from types import SimpleNamespace
 
 import pytest
 
-from pdserve.kvtransfer import acceptor, wire
+from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.sockets import shut_down
 from pdserve.kvtransfer.tcp import MAX_PER_PEER, TcpPageSink, TcpPageSource
@@ -113,70 +110,6 @@ def test_a_reader_of_another_version_or_model_is_refused_before_it_asks(wrong: s
                 with suppress(ConnectionResetError):  # closed with our bytes unread
                     assert reader.recv(1) == b""
             assert p.source.num_refused == 1 and p.source.num_connections == 0
-
-    run(body())
-
-
-def test_strangers_get_no_thread_and_are_closed() -> None:
-    async def body() -> None:
-        async with pair() as p:
-            host, port = p.source.address.split(":")
-            before = threading.active_count()
-            mute = [socket.create_connection((host, int(port)), timeout=10) for _ in range(100)]
-            loud = socket.create_connection((host, int(port)), timeout=10)
-            loud.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + bytes(100))
-            with suppress(ConnectionResetError):  # closed with our bytes unread
-                assert loud.recv(1) == b""
-            assert threading.active_count() <= before + 1
-            pages = p.refs(range(2))
-            p.source.publish("t", p.token, pages)
-            await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
-            for sock in (*mute, loud):
-                sock.close()
-
-    run(body())
-
-
-def test_the_oldest_stranger_speaks_while_it_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One look at the sockets reports both; the data plane outlives it."""
-
-    async def body() -> None:
-        async with pair() as p:
-            host, port = p.source.address.split(":")
-            strangers = [socket.create_connection((host, int(port)), timeout=10) for _ in range(4)]
-            await eventually(lambda: len(p.source._acceptor._strangers) == 4)
-            with p.source._lock:  # the accepting thread waits here with the hello that comes now
-                strangers[-1].sendall(wire.encode_hello(p.token, DIGEST))
-                await eventually(lambda: len(p.source._acceptor._strangers) == 3)
-                monkeypatch.setattr(acceptor, "MAX_STRANGERS", 2)
-                strangers.append(socket.create_connection((host, int(port)), timeout=10))
-                strangers[0].sendall(b"x")
-            pages = p.refs(range(2))
-            p.source.publish("t", p.token, pages)
-            await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
-            assert p.source.num_refused >= 1
-            for sock in strangers:
-                sock.close()
-
-    run(body())
-
-
-def test_without_descriptors_the_accepting_thread_rests_and_then_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body() -> None:
-        async with pair() as p:
-            accept, refusals, rests = socket.socket.accept, [errno.EMFILE, errno.ENFILE], list[float]()
-
-            def short_of_descriptors(listener: socket.socket) -> tuple[socket.socket, object]:
-                if refusals:
-                    raise OSError(refusals.pop(), "Too many open files")
-                return accept(listener)
-
-            monkeypatch.setattr(socket.socket, "accept", short_of_descriptors)
-            monkeypatch.setattr(acceptor, "time", SimpleNamespace(sleep=rests.append, monotonic=time.monotonic))
-            pages = p.refs(range(2))
-            p.source.publish("t", p.token, pages)
-            await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
-            assert len(rests) == 2
 
     run(body())
 
@@ -482,5 +415,22 @@ def test_cancel_before_the_thread_began_and_close_end_everything() -> None:
             assert all(isinstance(d, int) for d in done[1::2])
             await p.sink.close()
             assert await reason_of(p.sink.pull(p.source.address, p.token, "t", pages, range(8))) == "SINK_CLOSED"
+
+    run(body())
+
+
+def test_close_between_two_reads_says_so() -> None:
+    async def body() -> None:
+        async with pair() as p:
+            p.sink._memory = here = GatedPool()
+            pages, here.at = p.refs(range(2)), 1
+            p.source.publish("t", p.token, pages)
+            pull = asyncio.create_task(p.sink.pull(p.source.address, p.token, "t", pages, [0, 1]))
+            assert await asyncio.to_thread(here.entered.wait, 10)
+            closing = asyncio.create_task(p.sink.close())
+            await eventually(lambda: p.sink._closed)
+            here.gate.set()
+            assert await reason_of(pull) == "CANCELLED"
+            await closing
 
     run(body())
