@@ -9,8 +9,9 @@ import pytest
 
 from pdserve.kvtransfer import nixl
 
-INSTALLED = any(importlib.util.find_spec(name) for name in nixl.PACKAGES)
-DEPLOYED = ("tcp", "shm", *(["nixl"] if INSTALLED else []))
+PACKAGES = {"nixl": nixl.PACKAGES, "mooncake": ("mooncake",)}
+INSTALLED = [name for name, packages in PACKAGES.items() if any(importlib.util.find_spec(p) for p in packages)]
+DEPLOYED = ("tcp", "shm", *INSTALLED)
 PARAMS = [pytest.param(name, marks=[] if i == 0 else pytest.mark.slow) for i, name in enumerate(DEPLOYED)]
 
 

@@ -23,11 +23,19 @@ from .world import SMALL
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cases", ["tests/kvtransfer/onesided_cases.py", "tests/services/one_sided_cases.py"])
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "cases",
+    [
+        "tests/kvtransfer/onesided_cases.py",
+        "tests/services/one_sided_cases.py",
+        "tests/services/one_sided_staging_cases.py",
+    ],
+)
 def test_mooncake_moves_pages_and_keeps_what_it_may_still_write(cases: str) -> None:
     if not importlib.util.find_spec("mooncake"):
         missing("mooncake is not installed (pip install 'pdserve[mooncake]')")
-    run_cases(cases, "-k", "mooncake")
+    run_cases(cases, "-k", "mooncake", timeout_s=250)
 
 
 def test_mooncake_that_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

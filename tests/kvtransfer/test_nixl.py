@@ -28,6 +28,13 @@ def test_requests_and_aborts_over_nixl() -> None:
     run_cases("tests/services/one_sided_cases.py", "-k", "nixl")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_pages_that_pass_a_stage_over_nixl() -> None:
+    needs_nixl()
+    run_cases("tests/services/one_sided_staging_cases.py", "-k", "nixl", timeout_s=250)
+
+
 def test_nixl_that_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl, "PACKAGES", ("no_such_package",))
     with pytest.raises(ConfigError, match=r"nixl needs the package nixl-cu13: pip install 'pdserve\[nixl\]'"):

@@ -34,7 +34,7 @@ def full_of_reservations(worker: SimWorker) -> bool:
     return -(-head.num_initial // PAGE_SIZE) > scheduler._pages.num_free
 
 
-@pytest.mark.parametrize("number", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
+@pytest.mark.parametrize("number", [20, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
 def test_both_pools_full_at_once(number: int) -> None:
     """Pages take long, so that leases and reservations last; each request with its own tokens, in virtual time."""
     seen: Counter[str] = Counter()
