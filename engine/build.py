@@ -180,7 +180,8 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
 
     where = find_device(config.device)
     model_dir = resolve_model(config.model, progress)
-    _use_cpu_kernels(config.threads or 1)
+    if where.type == "cpu":
+        _use_cpu_kernels(config.threads or 1)
     torch.set_num_threads(config.threads or 1)
     loaded = load_model(
         model_dir, config.dtype, progress, where, impl=config.model_impl, quantization=config.quantization

@@ -11,6 +11,8 @@ from pdserve.engine.policies import DEFAULT_AGING_S_PER_LEVEL, DEFAULT_AGING_TOK
 from pdserve.engine.swap import PREEMPTION_MODES
 
 DEFAULT_STEP_TARGET_MS = 250.0
+MAX_THREADS = 256
+"""Of the compiled kernels; OpenMP, where torch serves, breaks the process with far more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,6 +144,7 @@ class EngineConfig:
         "CPU threads of the model; default: 1 (with pdserve up: the cores, shared evenly among the workers)",
         unit="threads",
         minimum=1,
+        maximum=MAX_THREADS,
     )
     runner: str = option(
         "model",

@@ -26,7 +26,7 @@ from pdserve.engine.model_check import check_answers, check_windows, fact, recor
 from pdserve.engine.model_store import weights_digest
 from pdserve.engine.models.lean import LeanModel
 from pdserve.engine.models.linear import MakeLinear, linear_maker, replace_linears
-from pdserve.engine.models.spec import NotLean, read_spec
+from pdserve.engine.models.spec import NotLean, read_eos, read_spec
 from pdserve.engine.models.weights import WeightFiles
 from pdserve.engine.progress import Progress, SilentProgress
 
@@ -50,6 +50,10 @@ _IDENTITY_CONFIG = (
     "attn_logit_softcapping",
     "query_pre_attn_scalar",
 )
+
+_LOAD_ERRORS = (OSError, ValueError, TypeError, AttributeError, LookupError, RuntimeError, ImportError)
+"""What transformers raises over files that are not what it expects, and where a library is missing."""
+_FLOATS = {"F64", "F32", "F16", "BF16"}
 
 _CPU = torch.device("cpu")
 
@@ -170,15 +174,17 @@ def _load_transformers(
     directory: Path, dtype: str, where: torch.device, digest: str, make: MakeLinear | None
 ) -> LoadedModel:
     import transformers
+    from huggingface_hub.errors import StrictDataclassError
 
     transformers.utils.logging.disable_progress_bar()
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
             directory, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as e:
-        what = (str(e).strip().splitlines() or [type(e).__name__])[0]
+    except (*_LOAD_ERRORS, SafetensorError, StrictDataclassError) as e:
+        what = " ".join(str(e).split())[:300] or type(e).__name__
         raise ConfigError(f"cannot load the model in {directory}: {what}") from e
+    _check_types(directory, model.config)
     _check_weights(directory, found)
     try:
         model.to(where)
@@ -187,6 +193,20 @@ def _load_transformers(
     if make is not None:
         replace_linears(model, make)  # before the check: what is checked is what serves
     return prepare_model(model, dtype, digest)
+
+
+def _check_types(directory: Path, config: Any) -> None:
+    """transformers casts whatever a checkpoint holds: the integers of a quantized one, without their scales."""
+    if getattr(config, "quantization_config", None) is not None:
+        return  # it knows how to read them
+    with WeightFiles(directory) as files:
+        odd = sorted(name for name, kind in files.types().items() if name.endswith(".weight") and kind not in _FLOATS)
+    if odd:
+        raise ConfigError(
+            f"cannot load the model in {directory}: {len(odd)} of its weights, such as {odd[0]}, are quantized, and "
+            "its configuration does not say how",
+            reason="UNSUPPORTED_MODEL",
+        )
 
 
 def _check_weights(directory: Path, found: Mapping[str, Collection[Any]]) -> None:
@@ -224,7 +244,7 @@ def prepare_model(model: Any, dtype: str, weights: str) -> LoadedModel:
         kv_shapes=shapes,
         max_model_len=_max_model_len(config),
         vocab_size=config.vocab_size,
-        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        eos_token_ids=read_eos(eos, config.vocab_size),
         identity=_identity(facts, weights),
     )
 

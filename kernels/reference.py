@@ -7,6 +7,8 @@ Page views come from the KV layout: keys `[num_pages, num_kv_heads, page_size, k
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -66,17 +68,25 @@ def paged_attention(
 
     Returns:
         `[num_tokens, num_heads, v_dim]`.
+
+    Raises:
+        IndexError: Lengths do not fit together, or a page does not exist.
     """
     page_size = key_pages.shape[2]
     starts, lens = query_starts.tolist(), kv_lens.tolist()
+    _check_lengths(starts, lens, query.shape[0], page_tables.shape[1] * page_size)
     output = query.new_empty(query.shape[0], query.shape[1], value_pages.shape[3])
     for i, kv_len in enumerate(lens):
         start, stop = starts[i], starts[i + 1]
         num_new = stop - start
+        if num_new == 0:
+            continue
         first_seen = 0 if window is None else max(0, kv_len - num_new - window + 1)
         first_page = first_seen // page_size
         table = page_tables[i, first_page : -(-kv_len // page_size)]
         num_keys = kv_len - first_page * page_size
+        if not 0 <= int(table.min()) <= int(table.max()) < key_pages.shape[0]:
+            raise IndexError(f"page table {i} names a page that does not exist; the pool has {key_pages.shape[0]}")
         keys = _gather(key_pages, table, num_keys)
         values = _gather(value_pages, table, num_keys)
         mask = _mask(num_new, num_keys, window, query.device)
@@ -86,6 +96,13 @@ def paged_attention(
         else:
             output[start:stop] = _explicit(queries, keys, values, mask, scale, softcap, sinks)
     return output
+
+
+def _check_lengths(starts: list[int], lens: list[int], num_tokens: int, max_len: int) -> None:
+    """Refuses sequences that are not all of the new tokens, or longer than their page tables."""
+    fit = len(starts) == len(lens) + 1 and starts[0] == 0 and starts[-1] == num_tokens
+    if not fit or any(not 0 <= b - a <= n <= max_len for (a, b), n in zip(pairwise(starts), lens, strict=True)):
+        raise IndexError(f"lengths of sequences do not fit together: new tokens from {starts}, tokens in all {lens}")
 
 
 def _gather(pages: Tensor, table: Tensor, num_keys: int) -> Tensor:

@@ -24,10 +24,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from pdserve.core.errors import TransferError
-from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
+
+if TYPE_CHECKING:  # it loads gRPC, which pages do not need
+    from pdserve.core.tls import Tls
 
 MAX_STRANGERS = 64
 HELLO_TIMEOUT_S = 2.0

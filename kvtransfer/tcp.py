@@ -17,17 +17,20 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import xxhash
 
 from pdserve.core.errors import TransferError
-from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.sockets import Closed, batch_pages, receive_some, send_all, shut_down, tune, wait_at_most
 from pdserve.kvtransfer.tasks import submit, until_over
 from pdserve.kvtransfer.tcp_source import TcpPageSource
 from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
+
+if TYPE_CHECKING:  # it loads gRPC, which pages do not need
+    from pdserve.core.tls import Tls
 
 __all__ = ["TcpPageSink", "TcpPageSource"]
 

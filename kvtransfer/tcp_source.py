@@ -19,15 +19,18 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from pdserve.core.errors import ConfigError, TransferError
 from pdserve.core.net import advertised_address
-from pdserve.core.tls import Tls
 from pdserve.kvtransfer import wire
 from pdserve.kvtransfer.acceptor import Acceptor
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.sockets import Closed, batch_pages, recv_exactly, send_all, shut_down, tune, wait_at_most
 from pdserve.kvtransfer.transport import SourcePageRef
+
+if TYPE_CHECKING:  # it loads gRPC, which pages do not need
+    from pdserve.core.tls import Tls
 
 MAX_CONNECTIONS = 256
 MAX_CONNECTIONS_PER_TOKEN = 16

@@ -207,7 +207,7 @@ def _check_files(spec: LeanSpec, files: WeightFiles) -> None:
             f"{len(different)} of its weights are missing, unknown or of another shape than its configuration says, "
             f"among them {different[0]}"
         )
-    if unread := files.dtypes() - {"F32", "F16", "BF16"}:
+    if unread := set(files.types().values()) - {"F32", "F16", "BF16"}:
         raise NotLean(f"its weights are of type {', '.join(sorted(unread))}")
     if repeated and not files.are_equal(_HEAD, _EMBEDDING):  # then transformers does not tie them
         raise NotLean("its configuration says that the head is the embedding, but its files have another one")

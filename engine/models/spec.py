@@ -6,10 +6,11 @@ transformers' own modules, serves it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from pdserve.core.errors import ConfigError
 
@@ -157,7 +158,7 @@ def _spec(kind: str, config: dict[str, Any], generation: dict[str, Any]) -> Lean
     rope = _rope(config)
     biased = kind == "qwen2" or bool(config.get("attention_bias"))
     eos = generation.get("eos_token_id")
-    eos = config["eos_token_id"] if eos is None else eos
+    eos_token_ids = read_eos(config["eos_token_id"] if eos is None else eos, config["vocab_size"])
     facts = {name: config.get(name) for name in (*_IDENTITY_FACTS, "sliding_window", "layer_types")}
     return LeanSpec(
         num_layers=config["num_hidden_layers"],
@@ -175,7 +176,7 @@ def _spec(kind: str, config: dict[str, Any], generation: dict[str, Any]) -> Lean
         qk_norm=kind == "qwen3",
         tied=bool(config["tie_word_embeddings"]),
         max_model_len=config["max_position_embeddings"],
-        eos_token_ids=frozenset([eos] if isinstance(eos, int) else eos or ()),
+        eos_token_ids=eos_token_ids,
         facts={**facts, "model_type": kind, "rope_parameters": rope},
     )
 
@@ -189,8 +190,12 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
         raise NotLean(
             f"its {config['num_attention_heads']} heads are no multiple of its {config['num_key_value_heads']} KV heads"
         )
-    if not isinstance(config["rms_norm_eps"], int | float):
+    if not _is_positive(config["rms_norm_eps"]):
         raise NotLean(f"its rms_norm_eps is {config['rms_norm_eps']!r}")
+
+
+def _is_positive(value: object) -> bool:
+    return type(value) in (int, float) and 0 < cast(float, value) < math.inf
 
 
 def _windows(kind: str, config: dict[str, Any]) -> tuple[int | None, ...]:
@@ -212,7 +217,10 @@ def _windows(kind: str, config: dict[str, Any]) -> tuple[int | None, ...]:
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """Old files keep the base beside `rope_scaling`, new ones have all in `rope_parameters`."""
-    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    told = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(told, dict):
+        raise NotLean(f"its rope parameters are {told!r}")
+    rope = dict(told)
     rope.setdefault("rope_theta", config.get("rope_theta", 10_000.0))
     kind = rope.setdefault("rope_type", rope.get("type", "default"))
     if not isinstance(kind, str) or kind not in _ROPE_KEYS:
@@ -223,9 +231,24 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
     if odd - {"type"}:
         raise NotLean(f"its rope parameters of type {kind} lack or add {', '.join(sorted(odd - {'type'}))}")
     for name, value in rope.items():
-        if name not in ("type", "rope_type") and not isinstance(value, int | float):
+        if name not in ("type", "rope_type") and not _is_positive(value):
             raise NotLean(f"its {name} is {value!r}")
     return rope
+
+
+def read_eos(value: object, vocab_size: int) -> frozenset[int]:
+    """End-of-sequence tokens of a configuration: one, several or none. Those that no model can choose are left out.
+
+    Raises:
+        ConfigError: They are no token ids.
+    """
+    ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(type(token) is int for token in ids):
+        raise ConfigError(
+            f"eos_token_id in the model's configuration is {value!r}; it must be a token or a list of tokens",
+            reason="CORRUPT_MODEL",
+        )
+    return frozenset(token for token in ids if 0 <= token < vocab_size)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -9,11 +9,11 @@ import io
 import json
 import math
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -72,9 +72,9 @@ class WeightFiles:
         """Shape of every tensor."""
         return {name: entry.shape for name, entry in self._entries.items()}
 
-    def dtypes(self) -> set[str]:
-        """Types of the tensors, in the words of the format."""
-        return {entry.dtype for entry in self._entries.values()}
+    def types(self) -> dict[str, str]:
+        """Type of every tensor, in the words of the format."""
+        return {name: entry.dtype for name, entry in self._entries.items()}
 
     def rows(self, names: Iterable[str], dtype: torch.dtype) -> Tensor:
         """Tensors, read one below the other.
@@ -120,18 +120,34 @@ class WeightFiles:
                 raise ValueError("its header is longer than the file")
             header = json.loads(file.read(size))
             header.pop("__metadata__", None)
-            for name, told in header.items():
-                begin, end = told["data_offsets"]
-                if not (isinstance(begin, int) and isinstance(end, int) and 0 <= begin <= end):
-                    raise ValueError(f"{name} lies from {begin} to {end}")
-                entry = _Entry(file, told["dtype"], tuple(told["shape"]), 8 + size + begin, end - begin)
-                if name in self._entries:
-                    raise ValueError(f"{name} is also in another file")
-                if (kind := _DTYPES.get(entry.dtype)) and math.prod(entry.shape) * kind.itemsize != entry.num_bytes:
-                    raise ValueError(f"{name} has {entry.num_bytes} bytes")
-                self._entries[name] = entry
+            entries = {name: _entry(file, 8 + size, name, told) for name, told in header.items()}
+            if known := entries.keys() & self._entries.keys():
+                raise ValueError(f"{min(known)} is also in another file")
+            _check_whole(entries, 8 + size, path.stat().st_size)
         except (struct.error, ValueError, KeyError, TypeError, AttributeError) as e:
             raise ConfigError(f"cannot load the model: {path}: {e}; copy it again", reason="CORRUPT_MODEL") from e
+        self._entries |= entries
+
+
+def _entry(file: io.BufferedReader, data_at: int, name: str, told: dict[str, Any]) -> _Entry:
+    dtype, shape, (begin, end) = told["dtype"], tuple(told["shape"]), told["data_offsets"]
+    if not isinstance(dtype, str):
+        raise ValueError(f"{name} is of type {dtype!r}")
+    if not all(type(n) is int and n >= 0 for n in (*shape, begin, end)) or begin > end:
+        raise ValueError(f"{name} of shape {list(shape)} lies from {begin} to {end}")
+    if (kind := _DTYPES.get(dtype)) and math.prod(shape) * kind.itemsize != end - begin:
+        raise ValueError(f"{name} has {end - begin} bytes")
+    return _Entry(file, dtype, shape, data_at + begin, end - begin)
+
+
+def _check_whole(entries: Mapping[str, _Entry], begin: int, end: int) -> None:
+    """A file's tensors lie one after the other and are all of its bytes: none is read where another one is."""
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].begin, item[1].num_bytes)):
+        if entry.begin != begin:
+            raise ValueError(f"{name} does not begin where the tensor before it ends")
+        begin += entry.num_bytes
+    if begin != end:
+        raise ValueError(f"its tensors end at byte {begin} of {end}")
 
 
 def _block(entry: _Entry, at: int) -> bytes:

@@ -211,3 +211,76 @@ def test_numbers_that_are_none_are_named(changed: dict[str, Any], why: str, tmp_
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(ConfigError, match=f"--model-impl is 'lean', but .*{why}"):
         load_model(tmp_path, impl="lean")
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes the header of a safetensors file, not its data."""
+    data = path.read_bytes()
+    (size,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + size])
+    change(header)
+    changed = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(changed)) + changed + data[8 + size :])
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"data_offsets": [0, 128]},  # another tensor's bytes
+        {"data_offsets": [False, 128]},
+        {"data_offsets": ["0", "128"]},
+        {"dtype": None},
+        {"shape": [32.0]},
+        {"shape": [-32]},
+        {"shape": ["32"]},
+    ],
+)
+def test_a_header_that_cannot_be_is_refused_before_a_weight_is_read(told: dict[str, Any], tmp_path: Path) -> None:
+    make_model("LlamaConfig", {}).save_pretrained(tmp_path)
+    rewritten(tmp_path / "model.safetensors", lambda header: header["model.norm.weight"].update(told))
+    with pytest.raises(ConfigError, match=r"cannot load the model: .*model\.safetensors") as caught:
+        load_model(tmp_path)
+    assert caught.value.reason == "CORRUPT_MODEL"
+
+
+@pytest.mark.parametrize("impl", ["lean", "transformers"])
+@pytest.mark.parametrize(
+    ("file", "changed"),
+    [
+        ("config.json", {"rope_parameters": 5}),
+        ("config.json", {"rope_parameters": {"rope_type": "default", "rope_theta": 0}}),
+        ("config.json", {"eos_token_id": 2.0}),
+        ("config.json", {"eos_token_id": "a"}),
+        ("generation_config.json", {"eos_token_id": [1, "x"]}),
+        ("generation_config.json", {"eos_token_id": 1e3}),
+        ("config.json", {"rms_norm_eps": True}),
+        ("config.json", {"quantization_config": {"quant_method": "fp8"}}),
+        ("config.json", {"num_attention_heads": 3}),
+    ],
+)
+def test_a_configuration_that_cannot_be_is_a_refusal(
+    impl: str, file: str, changed: dict[str, Any], tmp_path: Path
+) -> None:
+    make_model("LlamaConfig", {}).save_pretrained(tmp_path)
+    path = tmp_path / file
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ConfigError):
+        load_model(tmp_path, impl=impl)
+
+
+def test_ends_of_sequence_that_no_model_can_choose_are_left_out(tmp_path: Path) -> None:
+    make_model("LlamaConfig", {}).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [2, -1, VOCAB_SIZE]}))
+    for impl in ("lean", "transformers"):
+        assert load_model(tmp_path, impl=impl).eos_token_ids == {2}
+
+
+def test_integers_are_no_weights(tmp_path: Path) -> None:
+    make_model("LlamaConfig", {}).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.up_proj.weight"] = torch.ones(48, 32, dtype=torch.int8)
+    save_file(weights, path, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"such as model\.layers\.1\.mlp\.up_proj\.weight, are quantized"):
+        load_model(tmp_path)

@@ -6,6 +6,7 @@ KV divided by ours over pages (1.0: as fast). The caches are cleared before each
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Callable
 
@@ -30,6 +31,7 @@ BF16 = torch.bfloat16
 def median_ms(call: Callable[[], object], repeats: int = 11) -> float:
     """Median time of one call, replayed from a graph."""
     side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         call()  # compiles
     torch.cuda.synchronize()
@@ -102,11 +104,13 @@ def prefill_row(num_tokens: int, context: int) -> str:
 def main() -> None:
     name = torch.cuda.get_device_name()
     copy = copy_gb_s()
-    rows = [decode_row(b, c, copy) for c in (1024, 8192, 32_768) for b in (1, 16, 64, 256)]
-    rows += [prefill_row(n, 0) for n in (1024, 4096, 16_384)] + [prefill_row(2048, 30_720)]
     print(f"{name}, torch {torch.__version__}, triton {triton.__version__}, copy {copy:.0f} GB/s")
     print(f"bfloat16, {NUM_HEADS} heads on {NUM_KV_HEADS}, head dim {HEAD_DIM}, pages of {PAGE_SIZE} in random order")
-    print("\n".join(rows))
+    # Each at once: what was measured before the limit of time is told.
+    for context, batch in itertools.product((1024, 8192, 32_768), (1, 16, 64, 256)):
+        print(decode_row(batch, context, copy), flush=True)
+    for num_tokens, context in ((1024, 0), (4096, 0), (16_384, 0), (2048, 30_720)):
+        print(prefill_row(num_tokens, context), flush=True)
 
 
 if __name__ == "__main__":

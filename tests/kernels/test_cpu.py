@@ -277,6 +277,19 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
     assert library.why_not() is None
 
 
+def test_a_processor_without_avx2_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OfAnotherProcessor:
+        pdserve_abi = staticmethod(lambda: library._ABI)
+        pdserve_supported = staticmethod(lambda: 0)
+
+    library.load.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: OfAnotherProcessor)
+    try:
+        assert library.why_not() == "this processor has no AVX2 and FMA"
+    finally:
+        library.load.cache_clear()
+
+
 def test_the_structures_have_the_compilers_sizes() -> None:
     assert ctypes.sizeof(attention._Attention) == library.load().pdserve_attention_bytes()
     assert ctypes.sizeof(attention._StoreKV) == library.load().pdserve_store_kv_bytes()

@@ -142,3 +142,31 @@ def test_a_padded_row_is_not_stored_and_a_slot_that_does_not_exist_is_refused(
         with pytest.raises(IndexError, match="slots must be below 12"):
             kernels.store_kv(rows, rows, keys, values, torch.tensor([0, slot]))
     assert keys.sum() == values.sum() == 16
+
+
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"page_tables": torch.full((2, 3), -1)},  # counted from the end it would be somebody's page
+        {"page_tables": torch.full((2, 3), 99)},
+        {"query_starts": torch.tensor([0, 1, 6])},  # the last row has no sequence
+        {"query_starts": torch.tensor([1, 2, 7])},
+        {"query_starts": torch.tensor([0, 8, 7])},
+        {"kv_lens": torch.tensor([9, 5])},
+        {"kv_lens": torch.tensor([13, 11])},
+    ],
+)
+def test_pages_and_lengths_that_cannot_be_are_refused(
+    kernels: Kernels, dtype: torch.dtype, change: dict[str, torch.Tensor]
+) -> None:
+    case = Case((1, 6), (9, 11))
+    inputs = make_inputs(case)
+    for name in ("query", "key_pages", "value_pages"):
+        setattr(inputs, name, getattr(inputs, name).to(dtype))
+    inputs.keys, inputs.values = ([t.to(dtype) for t in ts] for ts in (inputs.keys, inputs.values))
+    for name, value in change.items():
+        setattr(inputs, name, value)
+    with pytest.raises(IndexError, match=r"page|lengths"):
+        run(kernels, case, inputs)

@@ -165,9 +165,12 @@ def fp8() -> list[Outcome]:
 
 
 def bfloat16() -> list[Outcome]:
-    """One shape; `tl.dot` is patched, see `__main__`."""
-    case = Case((20, 1), (53, 40), num_heads=4, num_kv_heads=2, k_dim=64, v_dim=64, page_size=16)
-    return [run("mixed", case, torch.bfloat16)]
+    """One shape, with `tl.dot` patched, see `__main__`; on a GPU one of each configuration."""
+    outcomes = []
+    for dim in (64, 128, 256) if is_gpu() else (64,):
+        case = Case((20, 1), (53, 40), num_heads=4, num_kv_heads=2, k_dim=dim, v_dim=dim, page_size=16)
+        outcomes.append(run(f"mixed {dim}", case, torch.bfloat16))
+    return outcomes
 
 
 def random_batches() -> list[Outcome]:
