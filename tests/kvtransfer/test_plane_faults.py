@@ -169,7 +169,7 @@ def test_killed_between_the_ranges_of_a_prompt(plane: Plane, num_ranges: int) ->
                 peer.send(f"range t {at} {at + 2}")
             await eventually(lambda: loan.incoming._transfer.num_asked == 2 * num_ranges)
             peer.process.kill()
-            assert await loan.reason() in GONE
+            assert await loan.reason() in GONE | {"TLS_FAILED"}  # killed in its handshake, as one that has no TLS
             assert borrower.even
 
     run(body(), 60)

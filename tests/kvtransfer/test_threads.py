@@ -16,11 +16,12 @@ from pdserve.core.errors import TransferError
 from pdserve.kvtransfer.mooncake import _MooncakeRead
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.remote_reads import ReadState, Run
+from pdserve.kvtransfer.shm import ShmPageSink
 from pdserve.kvtransfer.tasks import submit
 from pdserve.kvtransfer.transport import SourcePageRef
 
 from .test_staging import SmallWorld
-from .world import SMALL, fill, run, sink_over, source_over
+from .world import DIGEST, SMALL, fill, run, sink_over, source_over
 
 
 @contextmanager
@@ -88,7 +89,8 @@ def test_a_pull_without_a_thread_never_writes(plane: str, thread: str, monkeypat
     async def body() -> None:
         there, here = KvPool(SMALL, 4), KvPool(SMALL, 4)
         fill(there)
-        source, sink = source_over(plane, there), sink_over(plane, here)
+        source = source_over(plane, there)
+        sink = ShmPageSink(here, DIGEST, inline_bytes=0) if plane == "shm" else sink_over(plane, here)
         token = source.new_reader()
         pages = [SourcePageRef(i, 1, xxhash.xxh3_64_intdigest(there.page(i))) for i in range(4)]
         source.publish("t", token, pages)
