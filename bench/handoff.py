@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.bench.handoff_args import HandoffConfig
-from pdserve.bench.handoff_measure import measure_plane
+from pdserve.bench.handoff_measure import chosen_planes, measure_plane
 from pdserve.bench.handoff_numbers import (
     ALLOWED_EXTRA_S,
     ALLOWED_FACTOR,
@@ -26,9 +26,8 @@ from pdserve.bench.handoff_numbers import (
 )
 from pdserve.bench.peers_process import SystemFailed, sigterm_as_interrupt
 from pdserve.bench.report import Report, Row, print_report, write_json
-from pdserve.bench.transfer_source import PLANES
 from pdserve.core.config import build_parser, from_namespace
-from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.core.errors import PdserveError
 
 DESCRIPTION = """\
 Start store, router, one prefill and one decode worker for each data plane, send prompts one at a time, and show how
@@ -78,18 +77,6 @@ def main(argv: Sequence[str]) -> int:
     if config.json:
         write_json(report, Path(config.json))
     return 1 if failed else 0
-
-
-def chosen_planes(wanted: str) -> list[str]:
-    """The planes that `--planes` names.
-
-    Raises:
-        ConfigError: One is not known here.
-    """
-    chosen = list(PLANES) if wanted == "all" else [name for name in wanted.split(",") if name]
-    if unknown := [name for name in chosen if name not in PLANES]:
-        raise ConfigError(f"--planes: unknown {', '.join(unknown)}; known: all, {', '.join(PLANES)}")
-    return chosen
 
 
 def measure(

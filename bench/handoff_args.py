@@ -17,7 +17,10 @@ BASE_TOKENS = 512
 class HandoffConfig:
     """What is measured, how often, for how long."""
 
-    planes: str = option("all", "data planes to measure, separated by commas; all: every one that works here")
+    planes: str = option(
+        "all",
+        "data planes with commas, named as in bench transfer; all: shm, tcp, and nixl-shm where NIXL is installed",
+    )
     prompt_len: str = option("128,512,1024,2048,4000", "lengths of prompts in tokens, separated by commas")
     output_len: int = option(
         17, "tokens of each answer, the one that prefill samples included", unit="tokens", minimum=3
@@ -32,7 +35,7 @@ class HandoffConfig:
         8.0, "no request begins that would end later, unless it is the first of its length", unit="minutes", minimum=0.1
     )
     start_timeout_s: float = option(300.0, "time that the processes may take to be ready", unit="s", minimum=1)
-    request_timeout_s: float = option(120.0, "time that one request may take", unit="s", minimum=1)
+    request_timeout_s: float = option(300.0, "time that one request may take", unit="s", minimum=1)
     up_flags: str = option("", "further flags of the measured pdserve up, e.g. --up-flags='--threads 2'")
     quick: bool = option(False, "two short prompts by each plane: to see that it works; its numbers mean little")
     seed: int = option(0, "seed of the prompts", minimum=0)

@@ -19,16 +19,40 @@ from pdserve.bench.handoff_numbers import Group, Sample, sample_of
 from pdserve.bench.peers_clients import Endpoint
 from pdserve.bench.peers_process import Command, Processes, SystemFailed
 from pdserve.bench.peers_systems import free_port
-from pdserve.bench.transfer_methods import Case, PlaneMethod
-from pdserve.bench.transfer_source import make_pool
+from pdserve.bench.transfer_elsewhere import Elsewhere
+from pdserve.bench.transfer_libraries import LIBRARIES
+from pdserve.bench.transfer_methods import Case, Method, PlaneMethod
+from pdserve.bench.transfer_source import PLANES, make_pool
 from pdserve.client import AsyncClient, PdserveError
+from pdserve.core.errors import ConfigError
 
 RATE_RUNS = 15
 WARM_UP_RUNS = 3
+MOVE_TIMEOUT_S = 60.0
 FIRST_ORDINARY_TOKEN = 3
 RESERVE_S = 15.0
 """For the bare plane and the end of a deployment, out of its time."""
 Say = Callable[[str], None]
+
+
+DEFAULT_LIBRARIES = ("nixl-shm",)
+
+
+def chosen_planes(wanted: str) -> list[str]:
+    """The planes that `--planes` names, as `pdserve bench transfer` does.
+
+    Raises:
+        ConfigError: One is not known, or not installed.
+    """
+    if wanted == "all":
+        return [*PLANES, *(name for name in DEFAULT_LIBRARIES if LIBRARIES[name].is_installed)]
+    chosen, known = [name for name in wanted.split(",") if name], [*PLANES, *LIBRARIES]
+    if unknown := [name for name in chosen if name not in known]:
+        raise ConfigError(f"--planes: unknown {', '.join(unknown)}; known: all, {', '.join(known)}")
+    if missing := [name for name in chosen if name in LIBRARIES and not LIBRARIES[name].is_installed]:
+        extra = LIBRARIES[missing[0]].transport
+        raise ConfigError(f"--planes: {missing[0]} is not installed: pip install 'pdserve[{extra}]'")
+    return chosen
 
 
 class Budget:
@@ -93,11 +117,13 @@ def deployment(plane: str, config: HandoffConfig, scratch: Path) -> Iterator[tup
     Raises:
         SystemFailed: It does not become ready.
     """
+    library = LIBRARIES.get(plane)
+    transport, env = (plane, {}) if library is None else (library.transport, dict(library.environment))
     port = free_port()
     argv = [sys.executable, "-m", "pdserve.cli", "up", "--port", str(port), "--data-dir", str(scratch / "up")]
-    argv += ["--no-sample", "--drain-grace-s", "2", "--kv-transfer-config", json.dumps({"transports": [plane]})]
+    argv += ["--no-sample", "--drain-grace-s", "2", "--kv-transfer-config", json.dumps({"transports": [transport]})]
     cores = tuple(sorted(os.sched_getaffinity(0)))
-    processes = Processes([Command(name="pdserve", argv=(*argv, *config.words()), cores=cores)], scratch)
+    processes = Processes([Command(name="pdserve", argv=(*argv, *config.words()), cores=cores, env=env)], scratch)
     try:
         endpoint = Endpoint("pdserve", (port,))
         processes.wait_ready(endpoint.ready, config.start_timeout_s)
@@ -149,7 +175,11 @@ async def backend_times(plane: str, samples: Sequence[Sample]) -> Mapping[int, f
     """
     page_bytes, sizes = samples[0].page_bytes, sorted({s.last_pages for s in samples})
     pool = make_pool(page_bytes, max(sizes))
-    method = PlaneMethod(plane, pool, "host", 60.0)
+    method: Method
+    if plane in LIBRARIES:
+        method = Elsewhere(plane, False, pool, MOVE_TIMEOUT_S)
+    else:
+        method = PlaneMethod(plane, pool, "host", MOVE_TIMEOUT_S)
     found = {}
     try:
         for num_pages in sizes:

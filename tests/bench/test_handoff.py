@@ -10,7 +10,7 @@ import pytest
 
 from pdserve.bench.handoff import table
 from pdserve.bench.handoff_args import HandoffConfig
-from pdserve.bench.handoff_measure import Budget, schedule
+from pdserve.bench.handoff_measure import Budget, chosen_planes, schedule
 from pdserve.bench.handoff_numbers import (
     Group,
     NotHandedOff,
@@ -21,7 +21,6 @@ from pdserve.bench.handoff_numbers import (
     sample_of,
     second_token,
 )
-from pdserve.bench.transfer_source import PLANES
 from pdserve.cli import __main__ as cli
 from pdserve.client import Result, Timings, Usage
 
@@ -105,7 +104,7 @@ def test_time_allows_the_first_of_a_length_and_no_later_one_that_would_be_late()
 @pytest.mark.parametrize(
     ("flags", "names"),
     [
-        (["--planes", "pigeon"], "--planes: unknown pigeon"),
+        (["--planes", "pigeon"], "--planes: unknown pigeon; known: all, shm"),
         (["--prompt-len", "128,x"], "--prompt-len"),
         (["--prompt-len", "0"], "--prompt-len"),
         (["--output-len", "2"], "--output-len"),
@@ -123,7 +122,9 @@ def test_quick_measures_every_plane_on_real_processes(tmp_path: Path, capsys: py
     flags = ["--quick", "--json", str(path), "--up-flags=--runner fake --max-num-batched-tokens 64"]
     assert cli.main(["bench", "handoff", *flags]) == 0, capsys.readouterr().err
     groups = json.loads(path.read_text())["groups"]
-    assert [(g["plane"], g["num_prompt_tokens"]) for g in groups] == [(p, n) for p in PLANES for n in (64, 200)]
+    assert [(g["plane"], g["num_prompt_tokens"]) for g in groups] == [
+        (p, n) for p in chosen_planes("all") for n in (64, 200)
+    ]
     for sample in (sample for group in groups for sample in group["samples"]):
         assert 0 < sample["exposed_s"] < sample["e2e_s"] and sample["backend_s"] > 0
         assert 0 <= sample["pull_hidden_s"] <= sample["pull_s"]
