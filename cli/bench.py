@@ -11,6 +11,7 @@ BENCHES = {
     "serve": ("pdserve.bench.serve", "latency, throughput and goodput of a running system under load"),
     "engine": ("pdserve.bench.engine", "batching, memory and scheduler policies of one engine, in this process"),
     "handoff": ("pdserve.bench.handoff", "what handing a request from prefill to decode takes, on a deployment"),
+    "kernels": ("pdserve.bench.kernels", "our CPU kernels beside those of the libraries that torch brings"),
     "transfer": ("pdserve.bench.transfer", "KV pages between two processes, beside memcpy and bare sockets"),
     "peers": ("pdserve.bench.peers", "pdserve beside vLLM, llama.cpp and transformers on this machine"),
     "gil": ("pdserve.bench.gil", "what Python's lock costs: the engine as a thread and as a process"),

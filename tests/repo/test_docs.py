@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pdserve.bench.kernels_args import KernelsConfig
 from pdserve.bench.peers_args import PeersConfig
 from pdserve.cli.up import UpConfig
 from pdserve.core.config import ServiceConfig, WorkerConfig, flag_name
@@ -32,7 +33,8 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [p for p in PAGES if "decisions" not in p.parts], ids=lambda p: p.name)
 def test_flags_exist(page: Path) -> None:
-    configs = (ServiceConfig, WorkerConfig, EngineConfig, RouterConfig, UpConfig, PeersConfig, TlsConfig)
+    benches = (PeersConfig, KernelsConfig)
+    configs = (ServiceConfig, WorkerConfig, EngineConfig, RouterConfig, UpConfig, TlsConfig, *benches)
     known = {flag_name(f.name) for c in configs for f in fields(c)} | OTHER_FLAGS
     for word in re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", page.read_text()):
         assert word.replace("--no-", "--") in known or page.name == "CONTRIBUTING.md", f"{page.name} names {word}"

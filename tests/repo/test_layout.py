@@ -28,6 +28,7 @@ CONFIG_MODULES = (
     "pdserve.bench.engine_scheduler",
     "pdserve.bench.engine_swap",
     "pdserve.bench.handoff_args",
+    "pdserve.bench.kernels_args",
     "pdserve.bench.peers_args",
     "pdserve.bench.transfer_args",
     "pdserve.cli.up",
