@@ -91,6 +91,14 @@ def test_gating_of_extreme_values(kernels: FusedKernels) -> None:
 
 
 @EACH
+def test_a_gate_far_below_zero_closes(kernels: FusedKernels) -> None:
+    gates = [-89.0, -1e4, -1e30, -1e33, -1e36, -torch.finfo(torch.float32).max]
+    output = torch.full((1, len(gates)), math.nan)
+    kernels.silu_mul(torch.tensor([[*gates, *[1000.0] * len(gates)]]), output)
+    assert output.abs().max() < 1e-30
+
+
+@EACH
 def test_a_row_does_not_depend_on_the_others(kernels: FusedKernels) -> None:
     x, weight = strided(300, 576, 0), torch.randn(576)
     whole, alone = torch.empty(300, 576), torch.empty(1, 576)

@@ -138,9 +138,13 @@ typedef struct {
     int64_t columns, gate_up_stride, output_stride;
 } Gating;
 
-/* gate / (1 + e^-gate) * up; NaN stays NaN. */
+/* gate / (1 + e^-gate) * up; NaN stays NaN. Below -88 e^-gate is infinite: else what gate is divided by would stop
+ * growing with it, and a large one would count. */
 AVX2_INLINE __m256 gated(__m256 gate, __m256 up) {
-    __m256 e = exp8(_mm256_min_ps(_mm256_set1_ps(88.0f), _mm256_xor_ps(gate, _mm256_set1_ps(-0.0f))));
+    const __m256 most = _mm256_set1_ps(88.0f);
+    __m256 size = _mm256_xor_ps(gate, _mm256_set1_ps(-0.0f));
+    __m256 e = _mm256_blendv_ps(exp8(_mm256_min_ps(most, size)), _mm256_set1_ps(INFINITY),
+                                _mm256_cmp_ps(size, most, _CMP_GT_OQ));
     return _mm256_mul_ps(_mm256_div_ps(gate, _mm256_add_ps(e, _mm256_set1_ps(1.0f))), up);
 }
 

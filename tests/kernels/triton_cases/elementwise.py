@@ -63,8 +63,8 @@ def silu() -> list[Outcome]:
         for width in (96, 2100):
             rng = torch.Generator().manual_seed(5)
             gate_up = (torch.randn(3, 2 * width, generator=rng) * 2).to(dtype)
-            gate_up[0, 0], gate_up[0, 1] = 80.0, -80.0
-            gate_up[0, width : width + 2] = 1.0
+            gate_up[0, :3] = torch.tensor([80.0, -80.0, torch.finfo(dtype).min])
+            gate_up[0, width : width + 3] = 1.0
             output = torch.full((3, width), float("nan"), dtype=dtype)
             launch(silu_mul, gate_up, output)
             gate, up = gate_up.double().chunk(2, dim=1)
