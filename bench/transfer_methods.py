@@ -173,10 +173,10 @@ class PlaneMethod:
         targets = case.pages(seed + 1, self._pool.num_pages)
         self._pipe.send(Publish(transfer_id, case.pages(seed, self._pool.num_pages), self._hashed))
         published: Published = receive(self._pipe, self._timeout_s)
-        began_s, cpu_s = time.perf_counter(), time.process_time()
-        pull = self._sink.pull(self._address, self._token, transfer_id, published.pages, targets)
-        await asyncio.wait_for(pull, self._timeout_s)
-        wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
+        async with asyncio.timeout(self._timeout_s):
+            began_s, cpu_s = time.perf_counter(), time.process_time()
+            await self._sink.pull(self._address, self._token, transfer_id, published.pages, targets)
+            wall_s, cpu_s = time.perf_counter() - began_s, time.process_time() - cpu_s
         self._pipe.send(Withdraw(transfer_id))
         their_cpu_s = receive(self._pipe, self._timeout_s) - published.cpu_s
         for page, target in zip(published.pages, targets, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rich.table import Table
 
@@ -49,24 +49,25 @@ def name_of(case: Case) -> str:
 
 
 def tables(runs: Runs) -> list[Table]:
-    """Rates and processor time: pdserve's own planes beside what bounds them, then libraries bare and under pdserve."""
+    """Of each case: pdserve's own planes beside what bounds them, then libraries bare and under pdserve."""
     names = list(dict.fromkeys(name for by_method in runs.values() for name in by_method))
     of_libraries = [name for name in names if name.removeprefix("bare ").partition(",")[0] in LIBRARIES]
     own = [name for name in names if name not in of_libraries]
     values = (("GB/s", rate), ("processor seconds per GB, both processes", cpu_s_per_gb))
-    return [_table(title, runs, shown, value) for shown in (own, of_libraries) for title, value in values if shown]
+    found = list[Table]()
+    for shown in (own, of_libraries):
+        found += [_table(title, runs, shown, value) for title, value in values if shown]
+        columns = {f"{name} ÷ {base}": _shares(runs, name, base) for name, base, _ in GOALS if name in shown}
+        if columns := {what: by_case for what, by_case in columns.items() if by_case}:
+            found.append(_table_of("shares", runs, columns))
+    return found
 
 
 def shares(runs: Runs) -> list[Row]:
     """Rates beside what bounds them: the median of the cases, and the worst."""
     rows = []
     for name, base, goal in GOALS:
-        found = [
-            _median(case, by_method[name], rate) / _median(case, by_method[base], rate)
-            for case, by_method in runs.items()
-            if by_method.get(name) and by_method.get(base)
-        ]
-        if found:
+        if found := list(_shares(runs, name, base).values()):
             rows.append(Row(f"{name} ÷ {base}, median of the cases", statistics.median(found), "x", f">= {goal:g}"))
             rows.append(Row(f"{name} ÷ {base}, the worst case", min(found), "x"))
     return rows
@@ -117,16 +118,33 @@ def _median(case: Case, runs: Sequence[Moved], value: Value) -> float:
     return statistics.median(value(case, moved) for moved in runs)
 
 
+def _shares(runs: Runs, name: str, base: str) -> dict[Case, float]:
+    """The rate of a method in parts of another's, for each case that has both."""
+    return {
+        case: _median(case, by_method[name], rate) / _median(case, by_method[base], rate)
+        for case, by_method in runs.items()
+        if by_method.get(name) and by_method.get(base)
+    }
+
+
 def _order(case: Case) -> str:
     return "scattered" if case.scattered else "in a row"
 
 
 def _table(title: str, runs: Runs, names: Sequence[str], value: Value) -> Table:
+    columns = {
+        name: {case: _median(case, by_method[name], value) for case, by_method in runs.items() if by_method.get(name)}
+        for name in names
+    }
+    return _table_of(title, runs, columns)
+
+
+def _table_of(title: str, cases: Iterable[Case], columns: Mapping[str, Mapping[Case, float]]) -> Table:
     table = Table(title=title, title_justify="left")
-    for name in ("MiB", "page, KiB", "order", *names):
+    for name in ("MiB", "page, KiB", "order", *columns):
         table.add_column(name, justify="right")
-    for case, by_method in runs.items():
+    for case in cases:
         sizes = f"{case.page_bytes * case.num_pages >> 20}", f"{case.page_bytes >> 10}"
-        cells = (f"{_median(case, by_method[name], value):.2f}" if by_method.get(name) else "-" for name in names)
+        cells = (f"{found[case]:.2f}" if case in found else "-" for found in columns.values())
         table.add_row(*sizes, _order(case), *cells)
     return table

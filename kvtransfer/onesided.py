@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from pdserve.core.errors import TransferError
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.remote_reads import Library, LocalMemory, Read, ReadState, RemotePool, Runs
-from pdserve.kvtransfer.tasks import submit
+from pdserve.kvtransfer.tasks import submit, until_over
 from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
 
 MAX_PER_PEER = 4
@@ -150,14 +150,12 @@ class OneSidedSink:
                 raise TransferError("the data plane is closed", reason="SINK_CLOSED")
             self._inbox.append(pull)
         self._wake.set()
-        waiter = asyncio.wrap_future(pull.future)
-        try:
-            return await asyncio.shield(waiter)
-        except asyncio.CancelledError:
+
+        def stop() -> None:
             pull.cancelled = True
             self._wake.set()
-            await _settled(waiter)
-            raise
+
+        return await until_over(pull.future, stop)
 
     async def close(self) -> None:
         """See `PageSink`. Waits for quarantined pulls, however long: the pool must not be freed before."""
@@ -399,14 +397,3 @@ class OneSidedSink:
             pull.future.set_exception(pull.error)
         else:
             pull.future.set_result(pull.num_pages * self._memory.page_bytes)
-
-
-async def _settled(waiter: asyncio.Future[int]) -> None:
-    """Waits until a pull is over, however often the caller is cancelled meanwhile."""
-    while not waiter.done():
-        try:
-            await asyncio.wait([waiter])
-        except asyncio.CancelledError:
-            continue
-    if not waiter.cancelled():
-        waiter.exception()  # the cancellation is what is told

@@ -95,6 +95,7 @@ def test_a_method_that_fails_is_left_out_and_named(monkeypatch: pytest.MonkeyPat
         "shm, none ÷ memcpy, median of the cases": 1.0,
         "shm, none ÷ memcpy, the worst case": 1.0,
     }
+    assert [list(column.cells) for column in tables(measured.runs)[-1].columns[3:]] == [["1.00", "-", "-", "-"]]
 
 
 def test_no_case_is_begun_when_the_minutes_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +111,8 @@ def test_what_is_verified_afterwards_is_compared_like_with_like(monkeypatch: pyt
     assert rows[" host ÷ bare mooncake, none, median of the cases"] == 1.0
     titles = [(str(t.title), [str(column.header) for column in t.columns[3:]]) for t in tables(measured.runs)]
     names = ["bare mooncake, none", "bare mooncake, host", "mooncake, host"]
-    assert titles == [("GB/s", names), ("processor seconds per GB, both processes", names)]
+    compared = [f"mooncake, host ÷ bare mooncake, {integrity}" for integrity in ("host", "none")]
+    assert titles == [("GB/s", names), ("processor seconds per GB, both processes", names), ("shares", compared)]
 
 
 def test_a_library_that_is_not_installed_is_refused_by_name(
