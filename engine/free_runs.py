@@ -90,14 +90,15 @@ class FreeRuns:
 
     def give(self, first: int, end: int) -> None:
         """Takes back the pages [first, end), none of which is free."""
+        ends, firsts = self._ends, self._firsts
         self.num_pages += end - first
-        if (before := self._firsts[first]) >= 0:
+        if (before := firsts[first]) >= 0:
             self._unlist(before, first - before)
-            self._firsts[first] = -1
+            firsts[first] = -1
             first = before
-        if behind := self._ends[end]:
+        if behind := ends[end]:
             self._unlist(end, behind - end)
-            self._ends[end] = 0
+            ends[end] = 0
             end = behind
         self._list(first, end)
 

@@ -142,6 +142,7 @@ class PagePool:
         self._kept[page] = False
         if self._state[page] is PageState.CACHED:
             del self._cached[page]
+            self._state[page] = PageState.FREE
             self._become_free([page])
 
     def release(self, pages: Sequence[int]) -> None:
@@ -211,16 +212,15 @@ class PagePool:
         evicted = list(islice(self._cached, max(0, num_pages)))
         for page in evicted:
             del self._cached[page]
+            self._state[page] = PageState.FREE
+            self._kept[page] = False
         self._become_free(evicted)
 
     def _become_free(self, pages: Sequence[int]) -> None:
-        """Pages without holders; those that follow each other downwards come back as one run."""
-        state, holders, kept, generation = self._state, self._holders, self._kept, self._generation
+        """FREE pages come back, those that follow each other downwards as one run."""
+        generation = self._generation
         first = end = 0
         for page in pages:
-            state[page] = PageState.FREE
-            holders[page] = 0
-            kept[page] = False
             generation[page] += 1
             if page != first - 1:
                 if end:
