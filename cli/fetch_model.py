@@ -16,14 +16,14 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(
         "pdserve fetch-model",
         "Fetch a model, check it, convert it once, and print the directory that holds it.\n"
-        "The built-in model is kept in $PDSERVE_CACHE/models (default: ~/.cache/pdserve/models), others where\n"
-        "the hub's client keeps them.",
+        "The built-in model and what is made of GGUF files are kept in $PDSERVE_CACHE/models (default:\n"
+        "~/.cache/pdserve/models), others where the hub's client keeps them.",
     )
     parser.add_argument(
         "--model",
         metavar="NAME",
         default="SmolLM2-135M-Instruct",
-        help="the built-in SmolLM2-135M-Instruct, a hub id, or a local directory to check (default: %(default)s)",
+        help="the built-in SmolLM2-135M-Instruct, a hub id, a GGUF file, or a directory (default: %(default)s)",
     )
     args = parser.parse_args(argv)
     from pdserve.engine.model_store import resolve_model

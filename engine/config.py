@@ -20,7 +20,8 @@ class EngineConfig:
     """Model, memory and batching limits of one engine."""
 
     model: str = option(
-        "SmolLM2-135M-Instruct", "model: a local directory, a hub id, or the built-in SmolLM2-135M-Instruct"
+        "SmolLM2-135M-Instruct",
+        "model: a local directory, a hub id, a GGUF file, or the built-in SmolLM2-135M-Instruct",
     )
     served_model_name: str | None = option(None, "name that clients ask for; default: the last part of --model")
     device: str = option(

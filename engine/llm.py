@@ -52,7 +52,7 @@ class LLM:
     one CPU thread unless `threads` says more; it is torch's number of threads, for the whole process.
 
     Args:
-        model: A local directory, a hub id, or the built-in SmolLM2-135M-Instruct.
+        model: A local directory, a hub id, a GGUF file, or the built-in SmolLM2-135M-Instruct.
         progress: Told about long steps of the start.
         **options: Other fields of `EngineConfig`.
 

