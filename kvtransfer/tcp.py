@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
@@ -36,6 +36,8 @@ __all__ = ["TcpPageSink", "TcpPageSource"]
 
 MAX_PER_PEER = 4
 """Pulls that run at once from one source, and connections kept for it."""
+MAX_PLACES = 256
+_Place = tuple[Any, Any, int, str, Any]  # what `getaddrinfo` finds
 
 
 class _Job:
@@ -133,6 +135,7 @@ class TcpPageSink:
         self._threads = ThreadPoolExecutor(max_threads, thread_name_prefix="kv-pull")
         self._lock = threading.Lock()
         self._idle: dict[tuple[str, bytes], list[socket.socket]] = {}
+        self._places: dict[tuple[str, bytes], _Place] = {}
         self._slots: weakref.WeakValueDictionary[str, asyncio.Semaphore] = weakref.WeakValueDictionary()
         self._jobs: set[_Job] = set()
         self._closed = False
@@ -163,11 +166,12 @@ class TcpPageSink:
         sources: Sequence[SourcePageRef],
         destinations: Sequence[int],
     ) -> int:
+        place = await self._find(address, token)
         if self._closed:
             raise TransferError("the data plane is closed", reason="SINK_CLOSED")
         limit_s = self._base_s + len(sources) * self._memory.page_bytes / self._min_bytes_per_s
         job = _Job(limit_s, self._idle_s)
-        future = submit(self._threads, self._run, job, address, token, transfer_id, sources, destinations)
+        future = submit(self._threads, self._run, job, address, place, token, transfer_id, sources, destinations)
         self._jobs.add(job)
 
         def stop() -> None:
@@ -178,6 +182,24 @@ class TcpPageSink:
             return await until_over(future, stop)
         finally:
             self._jobs.discard(job)
+
+    async def _find(self, address: str, token: bytes) -> _Place:
+        """Looks a source's name up, once for each of its control streams: the system sets that no limit of ours."""
+        if (place := self._places.get((address, token))) is not None:
+            return place
+        host, _, port = address.rpartition(":")
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._idle_s):
+                found = await loop.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+        except TimeoutError as e:
+            raise TransferError(f"nobody says in time where {host} is", reason="PULL_IDLE") from e
+        except (ValueError, OverflowError, OSError) as e:
+            raise TransferError(f"data address {address!r}: {e}", reason="BAD_ADDRESS") from e
+        if len(self._places) >= MAX_PLACES:
+            self._places.clear()  # most are of streams that have ended
+        place = self._places[address, token] = found[0]
+        return place
 
     async def close(self) -> None:
         """See `PageSink`."""
@@ -197,6 +219,7 @@ class TcpPageSink:
         self,
         job: _Job,
         address: str,
+        place: _Place,
         token: bytes,
         transfer_id: str,
         sources: Sequence[SourcePageRef],
@@ -205,7 +228,7 @@ class TcpPageSink:
         job.begin()
         ask = wire.encode_get(transfer_id, sources)
         try:
-            sock, header = self._ask(job, address, token, ask)
+            sock, header = self._ask(job, address, place, token, ask)
             try:
                 self._receive_pages(job, sock, header, sources, destinations)
                 job.let_go()
@@ -225,7 +248,9 @@ class TcpPageSink:
             raise TransferError(f"connection to the source at {address}: {e}", reason="PEER_GONE") from e
         return job.num_bytes + len(ask)
 
-    def _ask(self, job: _Job, address: str, token: bytes, ask: bytes) -> tuple[socket.socket, memoryview]:
+    def _ask(
+        self, job: _Job, address: str, place: _Place, token: bytes, ask: bytes
+    ) -> tuple[socket.socket, memoryview]:
         """Sends the ask and reads the first header; a kept connection that died meanwhile is replaced once."""
         header = memoryview(bytearray(wire.HEADER_BYTES))
         while (sock := self._take(address, token)) is not None:
@@ -241,7 +266,7 @@ class TcpPageSink:
                 raise
             else:
                 return sock, header
-        sock = self._connect(job, address)
+        sock = self._connect(job, address, place)
         try:
             send_all(sock, [wire.encode_hello(token, self._digest), ask])
             job.num_bytes += wire.HEADER_BYTES
@@ -251,12 +276,8 @@ class TcpPageSink:
             raise
         return sock, header
 
-    def _connect(self, job: _Job, address: str) -> socket.socket:
-        host, _, port = address.rpartition(":")
-        try:
-            family, kind, proto, _, target = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        except (ValueError, OverflowError, OSError) as e:
-            raise TransferError(f"data address {address!r}: {e}", reason="BAD_ADDRESS") from e
+    def _connect(self, job: _Job, address: str, place: _Place) -> socket.socket:
+        family, kind, proto, _, target = place
         sock = socket.socket(family, kind, proto)
         if self._tls is not None:
             sock = self._tls.connect(sock)

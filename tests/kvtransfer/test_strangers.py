@@ -296,4 +296,34 @@ def test_without_descriptors_the_accepting_thread_rests_and_then_goes_on(monkeyp
             await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
             assert len(rests) == 2
 
+
+def test_a_name_that_is_not_found_in_time_fails_its_pull_and_holds_up_no_cancel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def body() -> None:
+        async with pair(idle_s=0.2) as p:
+            gate, look_up, num_asked = threading.Event(), socket.getaddrinfo, list[None]()
+
+            def slow(*words: object, **more: object) -> object:
+                num_asked.append(None)
+                assert gate.wait(20)
+                return look_up(*words, **more)  # type: ignore[arg-type]
+
+            monkeypatch.setattr(socket, "getaddrinfo", slow)
+            pages = p.refs(range(2))
+            p.source.publish("t", p.token, pages)
+            with pytest.raises(TransferError, match=r"where 127\.0\.0\.1 is") as e:
+                await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
+            assert e.value.reason == "PULL_IDLE"
+            p.sink._idle_s = 20
+            pull = asyncio.create_task(p.sink.pull(p.source.address, p.token, "t", pages, [0, 1]))
+            await eventually(lambda: len(num_asked) == 2)
+            pull.cancel()
+            await asyncio.wait([pull], timeout=5)
+            assert pull.cancelled()
+            gate.set()
+            for _ in range(3):
+                await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])
+            assert len(num_asked) == 3, "a name is looked up once"
+
     run(body())
