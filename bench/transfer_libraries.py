@@ -152,7 +152,7 @@ class BareMooncake:
 
 
 def _runs(source: RemotePool, base: int, sources: Sequence[int], targets: Sequence[int]) -> Runs:
-    return Runs.of_pages(source, base, np.array(sources, np.uint64), np.array(targets, np.uint64))
+    return Runs.of_pages(source, base, np.array(sources, np.uint64), np.array(targets, np.uint64))[0]
 
 
 def _nixl(**environment: str) -> LibraryPlane:

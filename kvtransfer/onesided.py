@@ -49,8 +49,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """Pages of one read: ids there and here, and what they hash to at the source."""
+    """Pages of one read: where they lie, their ids there and here, and what they hash to at the source."""
 
+    runs: Runs
     sources: NDArray[np.uint64]
     destinations: NDArray[np.uint64]
     checksums: Sequence[int]
@@ -144,7 +145,7 @@ class OneSidedSink:
         self._check(source, sources)
         if not sources:
             return 0
-        pull = _Pull(source, transfer_id, len(sources), self._parts(sources, destinations))
+        pull = _Pull(source, transfer_id, len(sources), self._parts(source, sources, destinations))
         with self._lock:
             if self._closing:
                 raise TransferError("the data plane is closed", reason="SINK_CLOSED")
@@ -173,14 +174,19 @@ class OneSidedSink:
             self._decoded[address] = source
         return source
 
-    def _parts(self, sources: Sequence[SourcePageRef], destinations: Sequence[int]) -> Iterator[_Part]:
+    def _parts(
+        self, source: RemotePool, sources: Sequence[SourcePageRef], destinations: Sequence[int]
+    ) -> Iterator[_Part]:
         """Shares pages out in the order of the source, where neighbours are read as one."""
         if len(destinations) != len(sources):
             raise ValueError(f"{len(sources)} pages into {len(destinations)}")
         ids = np.fromiter((page.page_id for page in sources), np.uint64, len(sources))
-        into, order = np.array(destinations, np.uint64), np.argsort(ids, kind="stable")
-        shares = (order[at : at + self._pages_per_part] for at in range(0, len(order), self._pages_per_part))
-        return (_Part(ids[share], into[share], [sources[i].checksum for i in share.tolist()]) for share in shares)
+        order, size = np.argsort(ids, kind="stable"), self._pages_per_part
+        ids, into = ids[order], np.array(destinations, np.uint64)[order]
+        checksums = [sources[i].checksum for i in order.tolist()]
+        shares = (slice(at, at + size) for at in range(0, len(order), size))
+        runs = Runs.of_pages(source, self._local.base, ids, into, size)
+        return (_Part(part, ids[at], into[at], checksums[at]) for part, at in zip(runs, shares, strict=True))
 
     def _check(self, source: RemotePool, sources: Sequence[SourcePageRef]) -> None:
         if source.page_bytes != self._memory.page_bytes:
@@ -296,8 +302,7 @@ class OneSidedSink:
         """Gives the library the next parts."""
         while pull.error is None and len(pull.reads) < WINDOW and (part := next(pull.parts, None)) is not None:
             try:
-                runs = Runs.of_pages(pull.source, self._local.base, part.sources, part.destinations)
-                read = self._library.begin(pull.source, runs)
+                read = self._library.begin(pull.source, part.runs)
             except TransferError as e:
                 pull.fail(e)
                 self._lost.add(pull.source)

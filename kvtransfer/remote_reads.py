@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum, auto
+from itertools import pairwise
 from typing import NamedTuple, Protocol, overload
 
 import numpy as np
@@ -116,8 +117,13 @@ class Runs(Sequence[Run]):
 
     @classmethod
     def of_pages(
-        cls, source: RemotePool, base: int, sources: NDArray[np.uint64], destinations: NDArray[np.uint64]
-    ) -> Runs:
+        cls,
+        source: RemotePool,
+        base: int,
+        sources: NDArray[np.uint64],
+        destinations: NDArray[np.uint64],
+        pages_per_part: int | None = None,
+    ) -> list[Runs]:
         """Pages that are neighbours on both sides become one run.
 
         Args:
@@ -125,15 +131,22 @@ class Runs(Sequence[Run]):
             base: Address of page 0 here, whose pages have the same size.
             sources: `[num_pages]`, at least one.
             destinations: `[num_pages]`.
+            pages_per_part: Pages of a part, of which only the last may have fewer; None: all are one part.
+
+        Returns:
+            Runs by part.
         """
         new = (sources[1:] != sources[:-1] + 1) | (destinations[1:] != destinations[:-1] + 1)
+        begins = np.arange(0, len(sources), pages_per_part or len(sources))
+        new[begins[1:] - 1] = True
         first = np.concatenate((_FIRST, new.nonzero()[0] + 1))
         table, size = np.empty((len(first), 3), np.uint64), source.page_bytes
         table[:, 0] = sources[first] * size + source.base
         table[:, 1] = destinations[first] * size + base
         table[:-1, 2] = (first[1:] - first[:-1]) * size
         table[-1, 2] = (len(sources) - int(first[-1])) * size
-        return cls(table)
+        bounds = [*np.searchsorted(first, begins).tolist(), len(first)]
+        return [cls(table[at:end]) for at, end in pairwise(bounds)]
 
     def __len__(self) -> int:
         return len(self.table)

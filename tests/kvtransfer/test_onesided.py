@@ -228,16 +228,21 @@ def test_parts_are_hashed_while_others_are_read_and_the_pull_waits_for_both(monk
     run(body())
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=40))
-def test_runs_are_the_pages_in_their_order_and_no_two_can_be_one(pages: list[tuple[int, int]]) -> None:
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), min_size=1, max_size=40), st.integers(1, 45))
+def test_runs_are_the_pages_in_their_order_and_no_two_can_be_one(pages: list[tuple[int, int]], per_part: int) -> None:
     source = RemotePool("scripted", "a", "", (1 << 64) - 31 * 4096, 31, 4096)
     there, here = (np.array(ids, np.uint64) for ids in zip(*pages, strict=True))
-    runs = Runs.of_pages(source, 1 << 40, there, here)
-    found = [(run.remote + at, run.local + at) for run in runs for at in range(0, run.num_bytes, 4096)]
-    assert found == [(source.base + remote * 4096, (1 << 40) + local * 4096) for remote, local in pages]
-    ends = [(run.remote + run.num_bytes, run.local + run.num_bytes) for run in runs]
-    assert not any(end == (run.remote, run.local) for end, run in zip(ends, list(runs)[1:], strict=False))
-    assert [*runs[:2]] == [runs[i] for i in range(min(2, len(runs)))]
+    parts = Runs.of_pages(source, 1 << 40, there, here, per_part)
+    assert len(parts) == -(-len(pages) // per_part)
+    for number, runs in enumerate(parts):
+        expected = pages[number * per_part : (number + 1) * per_part]
+        found = [(run.remote + at, run.local + at) for run in runs for at in range(0, run.num_bytes, 4096)]
+        assert found == [(source.base + remote * 4096, (1 << 40) + local * 4096) for remote, local in expected]
+        ends = [(run.remote + run.num_bytes, run.local + run.num_bytes) for run in runs]
+        assert not any(end == (run.remote, run.local) for end, run in zip(ends, list(runs)[1:], strict=False))
+        assert [*runs[:2]] == [runs[i] for i in range(min(2, len(runs)))]
+    [whole] = Runs.of_pages(source, 1 << 40, there, here)
+    assert sum(run.num_bytes for run in whole) == len(pages) * 4096
 
 
 def test_a_cancelled_pull_returns_only_when_its_reads_have_ended() -> None:
