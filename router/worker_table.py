@@ -296,7 +296,7 @@ def incompatibilities(model: str, workers: list[WorkerFacts]) -> dict[str, str]:
         if f.identity_digest != winner:
             faults[f.worker_id] = (
                 f"identity digest {f.identity_digest.hex()[:12]} differs from the pool's {winner.hex()[:12]} "
-                "(other weights or attention config)"
+                "(other weights, --quantization or attention config)"
             )
         elif not _belongs(f, winner, dtype):
             faults[f.worker_id] = (
