@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from functools import partial
 
 from pdserve.core.background import in_own_thread
@@ -16,6 +17,7 @@ from pdserve.kvtransfer import negotiation, planes
 from pdserve.kvtransfer.arrival import Stages
 from pdserve.kvtransfer.control_client import MAX_MESSAGE_BYTES, TransferClient
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.populate import Populator
 from pdserve.kvtransfer.transport import PageSink
 
 
@@ -38,7 +40,9 @@ class DecodeWorker(EngineWorker):
         pool = built.pool_memory
         assert isinstance(pool, KvPool)
         self._stack.callback(pool.close)
-        self._transfers = transfers = await _connect(context, built, pool)
+        populator = Populator(pool)
+        self._stack.push_async_callback(asyncio.to_thread, populator.close)
+        self._transfers = transfers = await _connect(context, built, pool, populator)
         cap = context.worker.kv_transfer.max_quarantined_pages
         self._max_quarantined = built.num_pages // 4 if cap is None else cap
         context.metrics.quarantined_pages.set_function(lambda: transfers.num_quarantined)
@@ -58,7 +62,7 @@ class DecodeWorker(EngineWorker):
         return self._transfers is None or self._transfers.num_quarantined <= self._max_quarantined
 
 
-async def _connect(context: WorkerContext, built: BuiltEngine, pool: KvPool) -> TransferClient:
+async def _connect(context: WorkerContext, built: BuiltEngine, pool: KvPool, populator: Populator) -> TransferClient:
     """What pulls pages into the pool; the caller closes it."""
     worker, digest = context.worker, built.identity_digest
     sinks = await in_own_thread(planes.make_sinks, worker, pool, digest, context.tls)
@@ -87,4 +91,5 @@ async def _connect(context: WorkerContext, built: BuiltEngine, pool: KvPool) -> 
         host_id=negotiation.host_id(),
         open_channel=partial(open_channel, max_message_bytes=MAX_MESSAGE_BYTES, tls=context.tls),
         refusal=partial(refusal, tls=context.tls),
+        expect=populator.expect,
     )

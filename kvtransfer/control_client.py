@@ -230,6 +230,7 @@ class TransferClient:
         peer_timeout_s: A peer silent for this long is taken for dead, seconds.
         refusal: Says why the TLS of a gRPC server at host:port refuses this process, or None; asked in a thread when
             one ended a stream before its welcome. None: not asked.
+        expect: Told, once they are reserved, of the pages that a transfer will write; must not block. None: nobody is.
     """
 
     def __init__(
@@ -248,6 +249,7 @@ class TransferClient:
         connect_timeout_s: float = 5.0,
         peer_timeout_s: float = 3.0,
         refusal: Callable[[str], str | None] | None = None,
+        expect: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.worker_id, self.incarnation, self.identity_digest = worker_id, incarnation, identity_digest
         self.layout, self.clock, self.integrity = layout, clock, integrity
@@ -255,6 +257,7 @@ class TransferClient:
         self.connect_timeout_s, self.peer_timeout_s = connect_timeout_s, peer_timeout_s
         self.sinks, self.host_id = dict(sinks), host_id
         self.stages, self.refusal = stages, refusal
+        self._expect = expect
         self._streams: dict[tuple[str, str], ControlStream] = {}
         self._transfers: dict[str, IncomingTransfer] = {}
         self._quarantining = [s for s in self.sinks.values() if isinstance(s, QuarantiningSink)]
@@ -312,6 +315,8 @@ class TransferClient:
         transfer = IncomingTransfer(transfer_id, state, destinations, stream, self.clock, request_id)
         stream.transfers[transfer_id] = self._transfers[transfer_id] = transfer
         stream.send(transfer.opening)
+        if self._expect is not None:
+            self._expect(destinations[num_cached_pages:])
         return transfer
 
     def forget(self, transfer_id: str) -> None:

@@ -164,6 +164,7 @@ async def world(
     source_of: Callable[[KvPool], PageSource] | None = None,
     listener_of: Callable[[KvPool], Listener] | None = None,
     peer_timeout_s: float = 3.0,
+    expect: Callable[[Sequence[int]], None] | None = None,
     decode_integrity: str = "host",
     prefill_tls: Tls | None = None,
     decode_tls: Tls | None = None,
@@ -209,6 +210,7 @@ async def world(
         open_channel=partial(open_channel, max_message_bytes=16 << 20, tls=decode_tls),
         peer_timeout_s=peer_timeout_s,
         refusal=partial(refusal, tls=decode_tls),
+        expect=expect,
     )
     peer = TransferPeer("prefill-0", f"127.0.0.1:{port}", expected_incarnation)
     try:
