@@ -196,6 +196,8 @@ class TcpPageSink:
             raise TransferError(f"nobody says in time where {host} is", reason="PULL_IDLE") from e
         except (ValueError, OverflowError, OSError) as e:
             raise TransferError(f"data address {address!r}: {e}", reason="BAD_ADDRESS") from e
+        except RuntimeError as e:
+            raise TransferError(f"no thread to look up {host}: {e}", reason="NO_THREAD") from e
         if len(self._places) >= MAX_PLACES:
             self._places.clear()  # most are of streams that have ended
         place = self._places[address, token] = found[0]

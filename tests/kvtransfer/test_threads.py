@@ -84,7 +84,7 @@ def test_what_is_cancelled_before_it_began_is_not_done() -> None:
     assert done == []
 
 
-@pytest.mark.parametrize(("plane", "thread"), [("tcp", "kv-pull"), ("shm", "kv-copy")])
+@pytest.mark.parametrize(("plane", "thread"), [("tcp", "kv-pull"), ("tcp", "asyncio"), ("shm", "kv-copy")])
 def test_a_pull_without_a_thread_never_writes(plane: str, thread: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def body() -> None:
         there, here = KvPool(SMALL, 4), KvPool(SMALL, 4)
