@@ -18,6 +18,10 @@ from functools import cached_property
 from pdserve.core.errors import ConfigError, TransferError
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+"""Types of weights, and of KV unless it is told apart."""
+
+FP8 = "float8_e4m3fn"
+KV_DTYPE_BYTES = {**DTYPE_BYTES, FP8: 1}
 MAX_JSON_CHARS = 64 << 10
 PAGE_SIZE, DTYPE = "page_size", "dtype"
 CONVERSIONS = frozenset({PAGE_SIZE, DTYPE})
@@ -58,7 +62,7 @@ class KVLayout:
 
     Attributes:
         page_size: Tokens per page, >= 1.
-        dtype: "float32", "float16" or "bfloat16".
+        dtype: A key of `KV_DTYPE_BYTES`.
         groups: Layer groups in page order.
     """
 
@@ -69,8 +73,8 @@ class KVLayout:
     def __post_init__(self) -> None:
         if self.page_size < 1:
             raise ConfigError(f"page_size is {self.page_size}; it must be at least 1 token")
-        if self.dtype not in DTYPE_BYTES:
-            raise ConfigError(f"KV dtype is {self.dtype!r}; it must be one of {', '.join(DTYPE_BYTES)}")
+        if self.dtype not in KV_DTYPE_BYTES:
+            raise ConfigError(f"KV dtype is {self.dtype!r}; it must be one of {', '.join(KV_DTYPE_BYTES)}")
         layers = [layer for g in self.groups for layer in g.layers]
         if not layers or len(layers) != len(set(layers)):
             raise ConfigError("KV layout: every layer belongs to exactly one group, and there is at least one")
@@ -89,7 +93,7 @@ class KVLayout:
     @cached_property
     def page_bytes(self) -> int:
         """Bytes of one page."""
-        return self.page_elements * DTYPE_BYTES[self.dtype]
+        return self.page_elements * KV_DTYPE_BYTES[self.dtype]
 
     @cached_property
     def group_offsets(self) -> tuple[int, ...]:
@@ -155,6 +159,11 @@ def incompatibility(ours: KVLayout, theirs: KVLayout, converts: Collection[str] 
         return (
             f"page_size differs: {ours.page_size} here, {theirs.page_size} there, and one of the two is of a version "
             "that does not convert it"
+        )
+    if ours.dtype != theirs.dtype and FP8 in (ours.dtype, theirs.dtype):
+        return (
+            f"dtype differs: {ours.dtype} here, {theirs.dtype} there; give both one --kv-cache-dtype: KV of 8 bits "
+            "is not converted"
         )
     if DTYPE not in converts and ours.dtype != theirs.dtype:
         return (

@@ -20,7 +20,7 @@ from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.batching import make_batching
 from pdserve.engine.chunks import SchedulerLimits
-from pdserve.engine.config import DEFAULT_STEP_TARGET_MS, EngineConfig
+from pdserve.engine.config import DEFAULT_STEP_TARGET_MS, KV_DTYPES, EngineConfig
 from pdserve.engine.engine_core import EngineCore, Staging
 from pdserve.engine.kv_cache import PlainPool, PoolMemory
 from pdserve.engine.page_pool import PagePool
@@ -186,7 +186,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     loaded = load_model(
         model_dir, config.dtype, progress, where, impl=config.model_impl, quantization=config.quantization
     )
-    layout = loaded.layout(config.page_size)
+    layout = loaded.layout(config.page_size, KV_DTYPES[config.kv_cache_dtype])
     num_pages = config.num_pages or _num_pages(config, layout)
     memory = make_pool(layout, num_pages)
     max_model_len = _max_model_len(config, layout, num_pages, loaded.max_model_len)

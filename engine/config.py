@@ -6,11 +6,14 @@ from dataclasses import dataclass, replace
 
 from pdserve.core.config import check, flag_name, option
 from pdserve.core.errors import ConfigError
+from pdserve.core.layout import FP8
 from pdserve.engine.batching import BATCHINGS, DEFAULT_WINDOW_MS
 from pdserve.engine.policies import DEFAULT_AGING_S_PER_LEVEL, DEFAULT_AGING_TOKENS_PER_S, POLICIES
 from pdserve.engine.swap import PREEMPTION_MODES
 
 DEFAULT_STEP_TARGET_MS = 250.0
+KV_DTYPES = {"auto": None, "fp8_e4m3": FP8}
+"""`--kv-cache-dtype` -> dtype of the layout; None: that of the weights."""
 MAX_THREADS = 256
 """Of the compiled kernels; OpenMP, where torch serves, breaks the process with far more."""
 
@@ -33,6 +36,11 @@ class EngineConfig:
         "auto",
         "type of weights and KV; auto: float32 on the CPU, bfloat16 on a GPU",
         choices=("auto", "float32", "float16", "bfloat16"),
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "type of KV in the pages; auto: that of --dtype; fp8_e4m3: 8 bits instead of 16; needs --device cuda",
+        choices=tuple(KV_DTYPES),
     )
     model_impl: str = option(
         "auto",
@@ -163,6 +171,7 @@ class EngineConfig:
             )
         if self.enforce_eager and self.device != "cuda":
             raise ConfigError(f"--enforce-eager needs --device cuda; --device is {self.device!r}, which has no graphs")
+        self._check_kv_dtype()
         self._check_targets()
         if self.max_long_partial_prefills is not None and self.long_prefill_token_threshold is None:
             raise ConfigError(
@@ -233,6 +242,17 @@ class EngineConfig:
                 f"--long-prefill-token-threshold is {threshold} and --max-long-partial-prefills {num_long}; together "
                 f"they must be below the token budget of a step ({token_budget}), or shorter prompts get nothing"
             )
+
+    def _check_kv_dtype(self) -> None:
+        if KV_DTYPES[self.kv_cache_dtype] is None:
+            return
+        why = f"--kv-cache-dtype is {self.kv_cache_dtype!r}"
+        if self.device != "cuda" or self.runner != "model":
+            raise ConfigError(
+                f"{why}; it needs --device cuda and --runner model: the CPU's kernels read KV of the type of --dtype"
+            )
+        if self.dtype == "float32":
+            raise ConfigError(f"{why} and --dtype is 'float32'; it needs a --dtype of 16 bits, or auto")
 
     def _check_quantization(self) -> None:
         for name, allowed in (("device", ("auto", "cpu")), ("dtype", ("auto", "float32")), ("runner", ("model",))):

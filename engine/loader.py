@@ -66,7 +66,7 @@ class LoadedModel:
 
     Attributes:
         model: transformers' causal LM with our attention, or a `LeanModel`, which is called in the same way.
-        dtype: Weights and KV: a key of `DTYPE_BYTES`.
+        dtype: Of the weights: a key of `DTYPE_BYTES`.
         kv_shapes: Per layer (num_kv_heads, k_dim, v_dim), in layer order.
         max_model_len: Positions that the model knows; None when it does not say.
         vocab_size: Rows of the output head.
@@ -82,9 +82,14 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     identity: dict[str, str | int]
 
-    def layout(self, page_size: int) -> KVLayout:
-        """KV layout: one group per distinct KV shape, in order of its first layer."""
-        return _layout(self.kv_shapes, page_size, self.dtype)
+    def layout(self, page_size: int, kv_dtype: str | None = None) -> KVLayout:
+        """KV layout: one group per distinct KV shape, in order of its first layer.
+
+        Args:
+            page_size: Tokens per page.
+            kv_dtype: A key of `KV_DTYPE_BYTES`; None: that of the weights.
+        """
+        return _layout(self.kv_shapes, page_size, kv_dtype or self.dtype)
 
     def identity_digest(self, model_name: str) -> bytes:
         """Digest of `identity` and the served name."""

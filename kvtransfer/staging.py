@@ -19,7 +19,7 @@ import numpy as np
 
 from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
-from pdserve.core.layout import DTYPE_BYTES, KVLayout
+from pdserve.core.layout import KV_DTYPE_BYTES, KVLayout
 from pdserve.kvtransfer.cast import STORAGE, Array, cast
 from pdserve.kvtransfer.convert import HeadShard, PagePlan, blocks
 from pdserve.kvtransfer.pool import PageMemory
@@ -212,5 +212,6 @@ class _Slots:
 
 def _rows(page: memoryview, dtype: str, at: int, step: int, num_rows: int, num: int) -> Array:
     """`[num_rows, num]` elements of a page, in place."""
-    item = DTYPE_BYTES[dtype]
-    return np.ndarray((num_rows, num), STORAGE[dtype], page, at * item, (step * item, item))
+    item = KV_DTYPE_BYTES[dtype]
+    storage = STORAGE.get(dtype, np.uint8)  # what is never cast has 8 bits
+    return np.ndarray((num_rows, num), storage, page, at * item, (step * item, item))

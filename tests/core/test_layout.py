@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from pdserve.core.errors import TransferError
-from pdserve.core.layout import CONVERSIONS, DTYPE, PAGE_SIZE, KVLayout, LayerGroup, incompatibility
+from pdserve.core.layout import CONVERSIONS, DTYPE, FP8, PAGE_SIZE, KVLayout, LayerGroup, incompatibility
 
 OURS = KVLayout(16, "float32", (LayerGroup((0, 2), 2, 8, 8), LayerGroup((1,), 1, 8, 4)))
 
@@ -41,6 +41,14 @@ def test_only_what_both_convert_may_differ() -> None:
     assert "dtype differs" in str(incompatibility(OURS, both, [PAGE_SIZE, "what a later version knows"]))
     assert "page_size differs" in str(incompatibility(OURS, both, [DTYPE]))
     assert "number of layers" in str(incompatibility(OURS, groups(OURS.groups[0]), CONVERSIONS))
+
+
+def test_kv_of_8_bits_is_never_converted() -> None:
+    narrow = replace(OURS, dtype=FP8)
+    assert narrow.page_bytes * 4 == OURS.page_bytes
+    assert "give both one --kv-cache-dtype" in str(incompatibility(OURS, narrow, CONVERSIONS))
+    assert "give both one --kv-cache-dtype" in str(incompatibility(narrow, OURS, CONVERSIONS))
+    assert incompatibility(narrow, replace(narrow, page_size=32), CONVERSIONS) is None
 
 
 def test_a_layout_is_read_back_and_nonsense_is_not() -> None:

@@ -157,6 +157,50 @@ def test_an_engine_on_a_device_gives_the_tokens_of_the_cpu(
     assert all(capture.replayed for capture in made)
 
 
+def fp8_kernels(pages_of: Callable[[Tensor], Tensor]) -> Kernels:
+    """Rounds KV to e4m3 numbers; `pages_of` is the form in which the pages keep them."""
+
+    def store(keys: Tensor, values: Tensor, key_pages: Tensor, value_pages: Tensor, slots: Tensor) -> None:
+        rounded = (x.clamp(-448, 448).to(torch.float8_e4m3fn) for x in (keys, values))
+        reference.store_kv(*(pages_of(x) for x in (*rounded, key_pages, value_pages)), slots)
+
+    def attend(query: Tensor, keys: Tensor, values: Tensor, *others: Tensor, **options: object) -> Tensor:
+        return paged_attention(query, keys.to(query.dtype), values.to(query.dtype), *others, **options)
+
+    return Kernels(store, attend)
+
+
+def test_kv_of_8_bits_takes_half_and_is_what_the_kernels_read(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "find_device", lambda _: torch.device("cpu"))
+    options = {**OPTIONS, "device": "cuda", "enforce_eager": True, "dtype": "bfloat16"}
+    greedy = SamplingParams(temperature=0.0, max_tokens=9)
+    monkeypatch.setattr(runner, "kernels_for", lambda _: fp8_kernels(lambda x: x.bfloat16() if x.itemsize == 1 else x))
+    wanted = LLM(tiny, **options).generate(PROMPTS, greedy)
+    monkeypatch.setattr(runner, "kernels_for", lambda _: fp8_kernels(lambda x: x.view(torch.uint8)))
+    found = LLM(tiny, kv_cache_dtype="fp8_e4m3", **options).generate(PROMPTS, greedy)
+    assert [c.token_ids for c in found] == [c.token_ids for c in wanted]
+    options |= {"num_pages": None, "kv_cache_memory_bytes": 1 << 17}
+    sizes = [
+        build_core(EngineConfig(model=str(tiny), kv_cache_dtype=kind, **options), PlainPool).num_pages
+        for kind in ("auto", "fp8_e4m3")
+    ]
+    assert sizes[1] // 2 == sizes[0]
+
+
+@pytest.mark.parametrize(
+    ("others", "names"),
+    [
+        ({}, "it needs --device cuda"),
+        ({"device": "cpu"}, "it needs --device cuda"),
+        ({"device": "cuda", "runner": "fake"}, "--runner model"),
+        ({"device": "cuda", "dtype": "float32"}, "--dtype is 'float32'"),
+    ],
+)
+def test_kv_of_8_bits_is_refused_where_no_kernel_reads_it(others: dict[str, str], names: str) -> None:
+    with pytest.raises(ConfigError, match=f"--kv-cache-dtype is 'fp8_e4m3'.*{names}"):
+        EngineConfig(kv_cache_dtype="fp8_e4m3", **others)
+
+
 def test_where_there_is_no_gpu_it_is_said_before_the_model_is_touched(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("it is the refusal of a machine without a GPU that is tested, and here is one")

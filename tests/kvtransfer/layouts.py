@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from pdserve.core.layout import DTYPE_BYTES, KVLayout, LayerGroup
+from pdserve.core.layout import KV_DTYPE_BYTES, KVLayout, LayerGroup
 from pdserve.kvtransfer.convert import HeadShard
 from pdserve.kvtransfer.pool import KvPool
 
@@ -48,7 +48,7 @@ def in_dtype(values: Any, dtype: str) -> bytes:
 
 def make_pages(kv: Kv, layout: KVLayout, num_tokens: int, first_heads: tuple[int, ...] | None = None) -> list[bytes]:
     """Pages of the prompt, element by element as the layout's definition says; what no token fills is poison."""
-    item = DTYPE_BYTES[layout.dtype]
+    item = KV_DTYPE_BYTES[layout.dtype]
     pages = [bytearray([POISON]) * layout.page_bytes for _ in range(layout.num_pages(num_tokens))]
     for token in range(num_tokens):
         page, slot = divmod(token, layout.page_size)

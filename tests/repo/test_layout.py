@@ -119,4 +119,5 @@ def test_config_fields_document_themselves(cls: type) -> None:
                 assert f.metadata["unit"] == unit, f"{where}: unit is {f.metadata['unit']!r}"
         assert flag_name(f.name) in help_text
         placeholder = re.search(rf"^  {flag_name(f.name)} (\S+)", help_text, re.MULTILINE)
-        assert placeholder is None or "_" not in placeholder[1], f"{where} has no unit, or its name no last word"
+        named = placeholder is None or placeholder[1].startswith("{") or "_" not in placeholder[1]  # {}: its choices
+        assert named, f"{where} has no unit, or its name no last word"

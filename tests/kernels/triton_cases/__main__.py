@@ -31,6 +31,7 @@ CASES = {
     "prefill_many_sequences": attention.prefill_many_sequences,
     "divided_work": attention.divided_work,
     "fp8": attention.fp8,
+    "fp8_pool": attention.fp8_pool,
     "bfloat16": attention.bfloat16,
     "random_batches": attention.random_batches,
     "store": movement.store,

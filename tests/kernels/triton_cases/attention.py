@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import torch
 
+from pdserve.core.layout import FP8
+from pdserve.engine.device import DevicePool
 from pdserve.kernels.configs import AttentionConfig
 from pdserve.kernels.gpu import attend
 from pdserve.kernels.paged_attention import decode_attention
 from pdserve.kernels.prefill_attention import prefill_attention
+from pdserve.kernels.store_kv import store_kv
 from tests.kernels.naive import Case, naive_attention
 from tests.kernels.triton_cases.device import is_gpu, launch, profile
-from tests.kernels.triton_cases.pools import make_inputs, tensors_of
+from tests.kernels.triton_cases.pools import LAYER, layout_of, make_inputs, tensors_of
 from tests.kernels.triton_cases.report import Outcome, compare
 
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
@@ -162,6 +166,25 @@ def fp8() -> list[Outcome]:
     )  # fmt: skip
     expected = 3.0 * naive_attention(plain, inputs, 0.125 * 0.5)
     return [*outcomes, compare("decode scaled fp8", output, expected, 3 * limit_of(torch.float32))]
+
+
+def fp8_pool() -> list[Outcome]:
+    """As with --kv-cache-dtype fp8_e4m3: all tokens are stored in a pool of that type, and attended over there."""
+    case = Case((21, 1, 16), (21, 1, 16), 4, 2, 128, 128, 16)
+    outcomes = []
+    for dtype in DTYPES:
+        inputs = make_inputs(case, dtype, 2)
+        layout = replace(layout_of(case, dtype), dtype=FP8)
+        pages = DevicePool(layout, inputs.key_pages.shape[0], torch.device("cpu")).views()[LAYER]
+        at = [(table, torch.arange(n)) for table, n in zip(inputs.page_tables, case.kv_lens, strict=True)]
+        slots = torch.cat([table[t // 16] * 16 + t % 16 for table, t in at])
+        launch(store_kv, *(torch.cat(x).to(dtype) for x in (inputs.keys, inputs.values)), *pages, slots)
+        keys, values = ([x.to(torch.float8_e4m3fn).float() for x in xs] for xs in (inputs.keys, inputs.values))
+        launched = (inputs.query, *pages, inputs.page_tables, inputs.query_starts, inputs.kv_lens, profile())
+        expected = naive_attention(case, replace(inputs, keys=keys, values=values), 0.125)
+        actual = launch(attend, *launched, scale=0.125)
+        outcomes.append(compare(f"fp8 pool {str(dtype).removeprefix('torch.')}", actual, expected, limit_of(dtype)))
+    return outcomes
 
 
 def bfloat16() -> list[Outcome]:
