@@ -82,10 +82,13 @@ def convert(gguf_path: Path, directory: Path) -> None:
         directory: Existing directory to write into.
 
     Raises:
-        Refused: The file holds what is not known here.
+        Refused: The file holds what is not known here, or is damaged.
     """
-    reader = GGUFReader(gguf_path)
-    meta = {key: field.contents() for key, field in reader.fields.items()}
+    try:
+        reader = GGUFReader(gguf_path)
+        meta = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, OverflowError) as e:  # the library counts on what the file says of itself
+        raise Refused(f"it is damaged or not whole ({e}); copy it again") from e
     kind = meta.get("general.architecture")
     if kind not in _FAMILIES:
         raise Refused(f"its architecture is {kind!r}; GGUF files of {', '.join(_FAMILIES)} are converted")

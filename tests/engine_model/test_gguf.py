@@ -250,5 +250,14 @@ def test_a_file_is_converted_once_into_the_cache(tmp_path: Path, monkeypatch: py
     with pytest.raises(ConfigError, match=r"tiny\.gguf cannot be converted: its tokenizer.ggml.pre is 'tekken'"):
         resolve_model(str(file))
     file.write_bytes(b"GGUF but no more")
-    with pytest.raises(ConfigError, match=r"tiny\.gguf cannot be converted: "):
+    with pytest.raises(ConfigError, match=r"tiny\.gguf cannot be converted: it is damaged or not whole"):
         resolve_model(str(file))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.01, 0.5, 0.999])
+def test_a_file_that_is_not_whole_is_told_so(tmp_path: Path, share: float) -> None:
+    file = write(tmp_path / "tiny.gguf", contents("llama", make_model("LlamaConfig", {})))
+    data = file.read_bytes()
+    file.write_bytes(data[: 4 + int(share * len(data))])
+    with pytest.raises(Refused, match="it is damaged or not whole"):
+        converted(file)
