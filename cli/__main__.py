@@ -121,7 +121,7 @@ Serve large language models with prefill (computing the prompt) and decode (gene
 First command to try:
   pdserve up                              # starts everything here; stop it with Ctrl-C
 then, in another terminal:
-  pdserve generate --chat "What is the capital of France?"
+  pdserve generate --chat "What is the capital of France?" --temperature 0
 
 Commands:
 {commands}

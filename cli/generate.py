@@ -61,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         "pdserve generate",
         "Send a prompt to a router and print the answer as it comes. A router must be running: see 'pdserve up'.",
-        'examples:\n  pdserve generate --chat "What is the capital of France?" --max-tokens 32\n'
-        "  pdserve generate 'Once upon a time' --temperature 0 --timings\n"
+        'examples:\n  pdserve generate --chat "What is the capital of France?" --temperature 0\n'
+        "  pdserve generate 'Once upon a time' --max-tokens 32 --timings\n"
         "  echo 'Once upon a time' | pdserve generate --json",
     )
     parser.add_argument("prompt", nargs="?", help="the text; left out or '-': read from standard input")

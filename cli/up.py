@@ -305,7 +305,8 @@ class Launcher:
                 self._console.print(f"  {child.name:<12} {shown}", soft_wrap=True)
         address = self._router_address()
         self._console.print(f"\nLogs: {self._logs}", soft_wrap=True)
-        self._console.print(f'Try:  {_command()} generate --chat "Tell me a joke." --router {address}', soft_wrap=True)
+        question = 'generate --chat "Tell me a joke." --temperature 0'
+        self._console.print(f"Try:  {_command()} {question} --router {address}", soft_wrap=True)
         self._console.print(f"      {_command()} status --router {address}", soft_wrap=True)
         self._console.print("Ctrl-C drains and stops everything.")
         sys.stdout.flush()

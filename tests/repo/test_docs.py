@@ -19,7 +19,7 @@ from pdserve.router.config import RouterConfig
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 OTHER_FLAGS = {
-    *("--role", "--config", "--help", "--router", "--chat", "--json", "--tokenizer"),
+    *("--role", "--config", "--help", "--router", "--chat", "--temperature", "--json", "--tokenizer"),
     *("--num-prompts", "--max-concurrency", "--dataset-name", "--random-input-len", "--random-output-len"),
 }
 
