@@ -161,7 +161,13 @@ def _xxh3(path: Path, progress: Progress, done: int) -> tuple[str, int]:
 
 
 def _corrupt(path: Path, what: str) -> ConfigError:
-    remedy = f"delete {path.parent} to fetch it again" if (path.parent / MANIFEST).exists() else "copy it again"
+    directory = path.parent
+    if not (directory / MANIFEST).exists():
+        remedy = "copy it again"
+    elif directory.resolve().is_relative_to((cache_dir() / "models").resolve()):
+        remedy = f"delete {directory} to fetch it again"
+    else:  # a copy: nobody would fetch it
+        remedy = f"copy it again, or remove {MANIFEST} there to use the directory as it is"
     return ConfigError(f"model file {path} {what}; {remedy}", reason="CORRUPT_MODEL")
 
 

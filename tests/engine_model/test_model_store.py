@@ -16,10 +16,11 @@ from pdserve.engine.model_store import BUILT_IN_MODEL, MANIFEST, check_model_dir
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Path:
-    """A directory as the store leaves it, with small files."""
-    directory = tmp_path / "model"
-    directory.mkdir()
+def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory as the store leaves it in the cache, with small files."""
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path))
+    directory = tmp_path / "models" / "model"
+    directory.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
         (directory / name).write_bytes(name.encode() * 10)
     model_store._write_manifest(directory, "test")
@@ -42,6 +43,15 @@ def test_a_truncated_or_missing_file_is_named(stored: Path, name: str) -> None:
     path.unlink()
     with pytest.raises(ConfigError, match=rf"{name} is missing; delete"):
         resolve_model(str(stored))
+
+
+def test_a_truncated_file_of_a_copy_is_not_to_be_fetched_again(stored: Path, tmp_path: Path) -> None:
+    copy = stored.rename(tmp_path / "copy")
+    (copy / "model.safetensors").write_bytes(b"short")
+    with pytest.raises(ConfigError, match=rf"; copy it again, or remove {MANIFEST} there to use the dir"):
+        resolve_model(str(copy))
+    (copy / MANIFEST).unlink()
+    assert resolve_model(str(copy)) == copy
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
