@@ -9,6 +9,7 @@ from rich.console import Console
 
 from pdserve.cli.progress import RichProgress
 from pdserve.core.config import Parser
+from pdserve.core.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,8 +28,14 @@ def main(argv: Sequence[str]) -> int:
     )
     args = parser.parse_args(argv)
     from pdserve.engine.model_store import resolve_model
+    from pdserve.engine.models.headers import check_files
 
     with RichProgress(Console(stderr=True)) as progress:
         directory = resolve_model(args.model, progress)
+    try:
+        check_files(directory)
+    except ConfigError as e:  # found, but not whole: no wrong configuration
+        sys.stderr.write(f"pdserve fetch-model: {e.message} ({e.reason})\n")
+        return 1
     sys.stdout.write(f"{directory}\n")
     return 0

@@ -128,7 +128,7 @@ def read_spec(directory: Path) -> LeanSpec:
         NotLean: The lean definition might compute something else than transformers' model.
         ConfigError: A file cannot be read.
     """
-    raw = _read_json(directory / "config.json")
+    raw = read_json(directory / "config.json")
     kind = raw.get("model_type")
     if not isinstance(kind, str) or kind not in DEFAULTS:
         raise NotLean(f"models of type {kind!r} have no lean definition (there is one for {', '.join(DEFAULTS)})")
@@ -137,7 +137,7 @@ def read_spec(directory: Path) -> LeanSpec:
     if unknown:
         raise NotLean(f"its configuration has keys that the lean definition does not know: {', '.join(unknown)}")
     generation = directory / "generation_config.json"
-    return _spec(kind, {**defaults, **raw}, _read_json(generation) if generation.is_file() else {})
+    return _spec(kind, {**defaults, **raw}, read_json(generation) if generation.is_file() else {})
 
 
 def _spec(kind: str, config: dict[str, Any], generation: dict[str, Any]) -> LeanSpec:
@@ -251,7 +251,12 @@ def read_eos(value: object, vocab_size: int) -> frozenset[int]:
     return frozenset(token for token in ids if 0 <= token < vocab_size)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """Reads a JSON object.
+
+    Raises:
+        ConfigError: The file cannot be read, or holds something else.
+    """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as e:
