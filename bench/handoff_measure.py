@@ -25,6 +25,7 @@ from pdserve.bench.transfer_methods import Case, Method, PlaneMethod
 from pdserve.bench.transfer_source import PLANES, make_pool
 from pdserve.client import AsyncClient, PdserveError
 from pdserve.core.errors import ConfigError
+from pdserve.core.extras import install_command
 
 RATE_RUNS = 15
 WARM_UP_RUNS = 3
@@ -51,7 +52,7 @@ def chosen_planes(wanted: str) -> list[str]:
         raise ConfigError(f"--planes: unknown {', '.join(unknown)}; known: all, {', '.join(known)}")
     if missing := [name for name in chosen if name in LIBRARIES and not LIBRARIES[name].is_installed]:
         extra = LIBRARIES[missing[0]].transport
-        raise ConfigError(f"--planes: {missing[0]} is not installed: pip install 'pdserve[{extra}]'")
+        raise ConfigError(f"--planes: {missing[0]} is not installed: {install_command(f'server,bench,{extra}')}")
     return chosen
 
 

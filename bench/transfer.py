@@ -20,6 +20,7 @@ from pdserve.bench.transfer_report import Runs, keep, name_of, notes, raw, share
 from pdserve.bench.transfer_source import PLANES, TLS_PLANE, make_pool
 from pdserve.core.config import build_parser, from_namespace
 from pdserve.core.errors import ConfigError, PdserveError
+from pdserve.core.extras import install_command
 from pdserve.core.tls import TlsConfig, load_tls
 from pdserve.kvtransfer.pool import KvPool
 
@@ -151,5 +152,5 @@ def _planes(wanted: str, files: TlsConfig) -> list[str]:
         raise ConfigError(f"--planes: unknown {', '.join(unknown)}; known: {names}")
     if missing := [name for name in chosen if name in LIBRARIES and name not in installed]:
         extra = LIBRARIES[missing[0]].transport
-        raise ConfigError(f"--planes: {missing[0]} is not installed: pip install 'pdserve[{extra}]'")
+        raise ConfigError(f"--planes: {missing[0]} is not installed: {install_command(f'server,bench,{extra}')}")
     return chosen

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pdserve.core.errors import ConfigError
+from pdserve.core.extras import install_command
 
 COMMANDS = {
     "up": (
@@ -86,7 +87,7 @@ def _run(command: str, argv: list[str]) -> int:
             raise
         extra = {"bench": "server,bench", "certs": "server,certs"}.get(command, "server")
         sys.stderr.write(
-            f"pdserve {command}: the package '{e.name}' is missing; in pdserve's directory: pip install '.[{extra}]'\n"
+            f"pdserve {command}: the package '{e.name}' is missing; in pdserve's directory: {install_command(extra)}\n"
         )
         return 2
     except _typed_errors() as e:

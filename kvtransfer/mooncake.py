@@ -17,6 +17,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from pdserve.core.errors import ConfigError, TransferError
+from pdserve.core.extras import install_command
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run
 from pdserve.kvtransfer.tasks import submit
@@ -35,17 +36,26 @@ MAX_THREADS = 32
 _log = logging.getLogger(__name__)
 
 
+def check_installed() -> None:
+    """Refuses to go on without the package; it is not imported.
+
+    Raises:
+        ConfigError: It is not there.
+    """
+    if importlib.util.find_spec("mooncake") is None:
+        raise ConfigError(
+            "--kv-transfer-config: transport mooncake needs the package mooncake-transfer-engine-non-cuda: "
+            f"{install_command('server,mooncake')}, or leave mooncake out"
+        )
+
+
 def load() -> Any:
     """Mooncake's Python module.
 
     Raises:
         ConfigError: It is not installed or does not load.
     """
-    if importlib.util.find_spec("mooncake") is None:
-        raise ConfigError(
-            "--kv-transfer-config: transport mooncake needs the package mooncake-transfer-engine-non-cuda: pip install "
-            "'pdserve[mooncake]', or leave mooncake out"
-        )
+    check_installed()
     try:
         return importlib.import_module("mooncake.engine")
     except (ImportError, OSError) as e:

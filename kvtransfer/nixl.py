@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pdserve.core.errors import ConfigError, TransferError
+from pdserve.core.extras import install_command
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.remote_reads import LocalMemory, OneSidedSource, ReadState, RemotePool, Run, Runs
 
@@ -38,18 +39,28 @@ _log = logging.getLogger(__name__)
 _WORDS = {"DONE": ReadState.DONE, "PROC": ReadState.PENDING}
 
 
+def find_package() -> str:
+    """The installed package with NIXL; it is not imported.
+
+    Raises:
+        ConfigError: There is none.
+    """
+    package = next((p for p in PACKAGES if importlib.util.find_spec(p) is not None), None)
+    if package is None:
+        raise ConfigError(
+            f"--kv-transfer-config: transport nixl needs the package nixl-cu13: {install_command('server,nixl')}, or "
+            "leave nixl out"
+        )
+    return package
+
+
 def load() -> Any:
     """NIXL's Python module.
 
     Raises:
         ConfigError: It is not installed or does not load.
     """
-    package = next((p for p in PACKAGES if importlib.util.find_spec(p) is not None), None)
-    if package is None:
-        raise ConfigError(
-            "--kv-transfer-config: transport nixl needs the package nixl-cu13: pip install 'pdserve[nixl]', or do not "
-            "name it"
-        )
+    package = find_package()
     raises = logging.raiseExceptions
     try:
         module = importlib.import_module(f"{package}._api")

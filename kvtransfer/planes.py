@@ -35,6 +35,19 @@ def check_encryption(transports: Iterable[str], tls: Tls | None) -> None:
         raise ConfigError(f"--require-tls: {names} would send pages in the clear; take it out of --kv-transfer-config")
 
 
+def check_installed(transports: Iterable[str]) -> None:
+    """Refuses planes whose library is not there: asked before a model is loaded for nothing.
+
+    Raises:
+        ConfigError: Says how to install it.
+    """
+    named = set(transports)
+    if nixl.NAME in named:
+        nixl.find_package()
+    if mooncake.NAME in named:
+        mooncake.check_installed()
+
+
 def make_sources(
     config: WorkerConfig, pool: KvPool, identity_digest: bytes, host: str, tls: Tls | None
 ) -> dict[str, PageSource]:

@@ -120,7 +120,8 @@ def test_a_library_that_is_not_installed_is_refused_by_name(
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert cli.main(["bench", "transfer", "--planes", "nixl-shm"]) == 2
-    assert "--planes: nixl-shm is not installed: pip install 'pdserve[nixl]'" in capsys.readouterr().err
+    said = "--planes: nixl-shm is not installed: .venv/bin/pip install -c constraints.txt -e '.[server,bench,nixl]'"
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("plane", PLANES)

@@ -40,7 +40,7 @@ def test_mooncake_moves_pages_and_keeps_what_it_may_still_write(cases: str) -> N
 
 def test_mooncake_that_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'pdserve\[mooncake\]'"):
+    with pytest.raises(ConfigError, match=r"\.venv/bin/pip install .*'\.\[server,mooncake\]'"):
         mooncake.load()
 
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 from pdserve.core.config import WorkerConfig
+from pdserve.core.engine_worker import EngineWorker
 from pdserve.core.errors import ConfigError
+from pdserve.decode_service.worker import DecodeWorker
+from pdserve.engine.config import EngineConfig
 from pdserve.kvtransfer import memfd, planes
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.prefill_service.worker import PrefillWorker
 
 from .world import DIGEST, SMALL, run
 
@@ -44,3 +52,15 @@ def test_where_shm_cannot_work_it_is_left_out_unless_asked_for(monkeypatch: pyte
             WorkerConfig(kv_transfer_config='{"transports": ["tcp", "shm"]}'), pool, DIGEST, "127.0.0.1", None
         )
     pool.close()
+
+
+@pytest.mark.parametrize("make_worker", [PrefillWorker, DecodeWorker])
+@pytest.mark.parametrize("name", ["nixl", "mooncake"])
+def test_a_library_that_is_not_there_is_told_before_the_model_is_loaded(
+    name: str, make_worker: type[EngineWorker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    context: Any = SimpleNamespace(worker=WorkerConfig(kv_transfer_config=f'{{"transports": ["{name}"]}}'))
+    worker: Any = make_worker
+    with pytest.raises(ConfigError, match=rf"transport {name} needs the package .*\[server,{name}\]"):
+        run(worker(EngineConfig(model="/no/such/model")).start(context))
