@@ -13,6 +13,8 @@ from pathlib import Path
 from pdserve.core.config import Parser
 from pdserve.core.errors import ConfigError
 
+FILES = {"ca.key", "ca.crt", "tls.key", "tls.crt"}
+
 DESCRIPTION = """\
 Make an authority (once) and a certificate for mutual TLS between routers and workers, to try it or to test with.
 
@@ -34,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
     directory = Path(args.directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)
+        if {path.name for path in directory.iterdir()} <= FILES:
+            (directory / ".gitignore").write_text("*\n")  # before the keys: a repository never sees them
         authority = Authority.in_directory(directory)
         authority.issue(directory, name=args.tls_peer_name, lifetime=datetime.timedelta(days=args.days))
     except OSError as e:

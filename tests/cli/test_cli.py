@@ -94,7 +94,7 @@ def test_the_launcher_hands_its_options_on_as_they_are() -> None:
         (ConfigError("--port is taken"), 2, "pdserve status: --port is taken\n"),
         (EngineError("it broke"), 1, "error: it broke (ENGINE_FAILED)\n"),
         (KeyboardInterrupt(), 130, ""),
-        (ModuleNotFoundError("x", name="redis.asyncio"), 2, ".venv/bin/pip install -c constraints.txt -e '.[server]'\n"),
+        (ModuleNotFoundError("x", name="redis"), 2, ".venv/bin/pip install -c constraints.txt -e '.[server]'\n"),
     ],
 )
 def test_failures_are_one_line(

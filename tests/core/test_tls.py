@@ -247,6 +247,16 @@ def test_certs_command_makes_what_the_flags_take_and_keeps_its_authority(
     assert cli.main(["certs", str(directory), "--days", "0"]) == 2
 
 
+def test_certs_keeps_its_keys_out_of_repositories_and_ignores_nothing_else(tmp_path: Path) -> None:
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "README").touch()
+    for directory in (tmp_path / "new", used):
+        assert cli.main(["certs", str(directory)]) == 0
+    assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
+    assert not (used / ".gitignore").exists()
+
+
 def test_old_protocols_are_not_spoken(tmp_path: Path) -> None:
     running = Tls(member(tmp_path, AUTHORITY))
     ours, theirs = socket.socketpair()
