@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -12,8 +13,10 @@ from pdserve.bench.kernels_args import KernelsConfig
 from pdserve.bench.peers_args import PeersConfig
 from pdserve.cli.up import UpConfig
 from pdserve.core.config import ServiceConfig, WorkerConfig, flag_name
+from pdserve.core.errors import TransferError
 from pdserve.core.tls import TlsConfig
 from pdserve.engine.config import EngineConfig
+from pdserve.kvtransfer.wire import ErrCode
 from pdserve.router.config import RouterConfig
 
 ROOT = Path(__file__).parents[2]
@@ -44,3 +47,21 @@ def test_metrics_exist() -> None:
     names = (ROOT / "core" / "telemetry.py").read_text()
     for name in re.findall(r"`(pdserve_[a-z_]+)", (ROOT / "docs" / "operations.md").read_text()):
         assert f'"{name}"' in names, name
+
+
+NO_FAILURES = {
+    *("COMPLETE", "FINISHED"),  # how transfers end well
+    *("FAILED_PRECONDITION", "ALREADY_EXISTS", "INVALID_ARGUMENT"),  # codes of gRPC
+    *("DONE", "PROC", "READ", "DRAM"),  # words of NIXL
+}
+
+
+def test_every_reason_of_a_failed_transfer_is_in_operations() -> None:
+    told = set(re.findall(r"\b[A-Z][A-Z_]{3,}\b", (ROOT / "docs" / "operations.md").read_text()))
+    raised = {code.name for code in ErrCode} | {TransferError.reason}
+    for path in (ROOT / "kvtransfer").glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z][A-Z_]{3,}", str(node.value)):
+                raised.add(str(node.value))
+    assert {"LAYOUT", "PEER_LOST", "BAD_OPEN", "ERR_STALE"} <= raised
+    assert sorted(raised - NO_FAILURES - told) == []
