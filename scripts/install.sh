@@ -46,6 +46,7 @@ export PIP_USER=0 PIP_QUIET=0 PIP_DISABLE_PIP_VERSION_CHECK=1
 
 echo "Installing pdserve[$extras] into $venv; the first time takes minutes, most of it for torch"
 "$venv/bin/python" -m pip install --progress-bar on --no-compile --constraint constraints.txt --editable ".[$extras]"
+echo "Compiling the installed packages for faster starts, on all cores; the first time takes a minute or more"
 # As pip would, but on all cores, and without transformers' thousands of models: those are compiled when they are used.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 "$venv/bin/python" -m compileall -qq -j 0 -x 'transformers/models/[a-z]' "$site" || true # some files are templates
