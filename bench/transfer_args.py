@@ -14,7 +14,11 @@ INTEGRITIES = ("none", "host")
 class TransferConfig:
     """What is moved, how often."""
 
-    planes: str = option("all", "data planes to measure, separated by commas; all: every one that is installed")
+    planes: str = option(
+        "all",
+        "data planes to measure, separated by commas: shm, tcp, nixl-shm, nixl-tcp, mooncake, and tcp+tls with the "
+        "files of TLS; all: every one that is installed",
+    )
     page_kib: str = option("64,256,1024", "sizes of a page in KiB, separated by commas")
     total_mib: str = option("1,16,64,256", "sizes of a transfer in MiB, separated by commas")
     repeats: int = option(5, "interleaved runs of each case; medians are reported", unit="runs", minimum=1)

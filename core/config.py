@@ -156,8 +156,12 @@ def build_parser(prog: str, description: str, sections: Mapping[str, type]) -> a
         group = parser.add_argument_group(title)
         for f in fields(cls):
             _add_flag(group, cls, f)
+    declared = {f.name: (cls, f) for cls in sections.values() for f in fields(cls)}
+    valued = [f for cls, f in declared.values() if _base_type(typing.get_type_hints(cls)[f.name]) is not bool]
+    shown = next((f for f in valued if f.default not in (None, MISSING, "")), None)
+    example = "LOG_LEVEL=debug" if "log_level" in declared or shown is None else f"{shown.name.upper()}={shown.default}"
     parser.epilog = (
-        f"Every option can also be set in the environment, e.g. {ENV_PREFIX}LOG_LEVEL=debug; flags win over the "
+        f"Every option can also be set in the environment, e.g. {ENV_PREFIX}{example}; flags win over the "
         "environment, the environment wins over the file."
     )
     return parser

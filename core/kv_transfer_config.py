@@ -135,7 +135,8 @@ def _read(text: str) -> dict[str, object]:
         try:
             text = Path(text).read_text()
         except (OSError, ValueError) as e:
-            raise ConfigError(f"{where}: neither a JSON object nor a file that can be read ({e})") from e
+            example = """e.g. '{"transports": ["tcp"]}'"""
+            raise ConfigError(f"{where}: neither a JSON object nor a file that can be read ({e}); {example}") from e
     try:
         raw = json.loads(text, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as e:

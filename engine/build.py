@@ -178,6 +178,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     from pdserve.engine.runner import ModelRunner
     from pdserve.engine.structured import StructuredProcessor
 
+    _check_threads(config.threads or 1)
     where = find_device(config.device)
     model_dir = resolve_model(config.model, progress)
     if where.type == "cpu":
@@ -247,6 +248,13 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
         prepare=grammars.prepare,
         preemption_costs=costs,
     )
+
+
+def _check_threads(threads: int) -> None:
+    if threads > (cores := len(os.sched_getaffinity(0))):
+        _log.warning(
+            "--threads is %d and this process has %d cores: more threads than cores stall each other", threads, cores
+        )
 
 
 def _use_cpu_kernels(threads: int) -> None:
@@ -367,7 +375,10 @@ def _profile(config: EngineConfig, runner: Runner, layout: KVLayout, num_pages: 
         return profile
     meter = StepMeter(runner, layout.page_size, num_pages)
     unit = measure_context_unit(lambda before: meter.measure_chunk(num, before), profile.token_s, num, context)
-    _log.info("a prompt's token takes twice as long after %.0f others", unit)
+    if math.isinf(unit):
+        _log.info("context costs a prompt's token nothing noticeable")
+    else:
+        _log.info("a prompt's token takes twice as long after %.0f others", unit)
     return replace(profile, context_unit=unit)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import json
+import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +115,11 @@ def test_what_is_verified_afterwards_is_compared_like_with_like(monkeypatch: pyt
     names = ["bare mooncake, none", "bare mooncake, host", "mooncake, host"]
     compared = [f"mooncake, host ÷ bare mooncake, {integrity}" for integrity in ("host", "none")]
     assert titles == [("GB/s", names), ("processor seconds per GB, both processes", names), ("shares", compared)]
+
+
+def test_the_help_names_every_plane() -> None:
+    told = {f.name: f.metadata["help"] for f in fields(TransferConfig)}["planes"]
+    assert {*PLANES, TLS_PLANE, *LIBRARIES} <= set(re.split(r"[ ,;]+", told.replace(":", " ")))
 
 
 def test_a_library_that_is_not_installed_is_refused_by_name(

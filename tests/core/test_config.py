@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pdserve.core.config import ServiceConfig, WorkerConfig, as_keywords, check, load, option
+from pdserve.core.config import ServiceConfig, WorkerConfig, as_keywords, build_parser, check, load, option
 from pdserve.core.errors import ConfigError
 
 
@@ -88,3 +88,8 @@ def test_an_address_that_nobody_could_reach_is_refused_by_its_flag(address: str)
         ServiceConfig(advertise_address=address)
     with pytest.raises(ConfigError, match=r"--advertise-data-address is .*; it must be host:port"):
         WorkerConfig(advertise_data_address=address)
+
+
+def test_the_help_shows_the_environment_by_an_option_of_the_command() -> None:
+    assert "PDSERVE_NUM_PAGES=4;" in build_parser("p", "", {"": Config}).format_help()
+    assert "PDSERVE_LOG_LEVEL=debug;" in build_parser("p", "", {"": ServiceConfig}).format_help()

@@ -40,6 +40,7 @@ def test_text_and_file_say_the_same(tmp_path: Path) -> None:
         ('{"nixl": ' + '{"a":' * 50_000, "not JSON"),
         ('{"nixl": {"ucx_tls": "tcp\\u0000"}}', "texts that can be printed"),
         ("no-such-file.json", "--kv-transfer-config no-such-file.json"),
+        ("tcp", """; e.g. '{"transports": ["tcp"]}'"""),
     ],
 )
 def test_refusals_name_the_flag_and_the_word(text: str, said: str) -> None:

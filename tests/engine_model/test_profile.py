@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from pdserve.core.errors import ConfigError
+from pdserve.engine import build
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.profile import StepMeter, budget_for, measure_context_unit, profile_steps
 from pdserve.engine.step import RunnerOutput, SchedulerOutput
@@ -107,3 +110,11 @@ def test_what_sets_the_budget_twice_is_refused_by_name(options: dict[str, object
 def test_a_prefill_worker_has_no_tpot() -> None:
     with pytest.raises(ConfigError, match="--tpot-slo-ms"):
         EngineConfig(tpot_slo_ms=50.0).check_prefill()
+
+
+def test_more_threads_than_cores_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    cores = len(os.sched_getaffinity(0))
+    build._check_threads(cores)
+    assert not caplog.records
+    build._check_threads(cores + 1)
+    assert f"--threads is {cores + 1} and this process has {cores} cores" in caplog.text
