@@ -25,7 +25,7 @@ from pdserve.bench.handoff_numbers import (
     second_token,
 )
 from pdserve.bench.peers_process import SystemFailed, sigterm_as_interrupt
-from pdserve.bench.report import Report, Row, print_report, write_json
+from pdserve.bench.report import Report, Row, print_report, without_goals, write_json
 from pdserve.core.config import build_parser, from_namespace
 from pdserve.core.errors import PdserveError
 
@@ -64,16 +64,16 @@ def main(argv: Sequence[str]) -> int:
     if not console.is_terminal:
         console.width = MIN_WIDTH
     if groups:
-        console.print(table(groups))
+        console.print(table(groups, with_goals=not config.quick))
     report = Report(
-        title="goals",
+        title="values" if config.quick else "goals",
         command=["pdserve", "bench", "handoff", *argv],
         seed=config.seed,
-        rows=rows(groups),
+        rows=without_goals(rows(groups)) if config.quick else rows(groups),
         notes=[*notes, *failed, *NOTES],
         extra={"groups": [_raw(group) for group in groups]},
     )
-    print_report(_goals(report), console)
+    print_report(report if config.quick else _goals(report), console)
     if config.json:
         write_json(report, Path(config.json))
     return 1 if failed else 0
@@ -109,7 +109,7 @@ def measure(
     return groups, notes, failed
 
 
-def table(groups: Sequence[Group]) -> Table:
+def table(groups: Sequence[Group], *, with_goals: bool = True) -> Table:
     """One line per plane and length: medians, and the 99th percentile after a stroke."""
     shown = Table(title="hand-off: medians / P99", title_justify="left")
     heads = ["plane", "prompt", "n", "MB", "last MB", "bare GB/s", "manifest → VALID, ms", "allowed, ms", "÷", "met"]
@@ -127,7 +127,7 @@ def table(groups: Sequence[Group]) -> Table:
             f"{g.median(lambda s: s.exposed_s) * 1000:.1f} / {g.p99(lambda s: s.exposed_s) * 1000:.1f}",
             f"{g.median(g.allowed_s) * 1000:.1f}",
             f"{g.median(g.of_allowed):.2f} / {g.p99(g.of_allowed):.2f}",
-            f"{g.num_met}",
+            f"{g.num_met}" if with_goals else "-",
             f"{g.median(lambda s: s.gap_s) * 1000:.1f} / {g.p99(lambda s: s.gap_s) * 1000:.1f}",
             f"{g.median(lambda s: s.itl_s) * 1000:.1f}",
             f"{g.median(second_token) * 100:+.1f}",

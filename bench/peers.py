@@ -23,7 +23,7 @@ from pdserve.bench.peers_measure import Conditions, Level, Run, run_system
 from pdserve.bench.peers_prepare import measure_limits, num_params, prepare
 from pdserve.bench.peers_process import sigterm_as_interrupt
 from pdserve.bench.peers_systems import Place, systems
-from pdserve.bench.report import Report, Row, print_report, write_json
+from pdserve.bench.report import Report, Row, print_report, without_goals, write_json
 from pdserve.core.config import build_parser, from_namespace
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.model_store import resolve_model
@@ -137,10 +137,10 @@ def _report(
         notes += [*suite.notes, *peers_report.answer_notes(found), *peers_report.failure_notes(found)]
     notes += [f"{name} could not be built: {reason}" for name, reason in unbuilt.items()]
     return Report(
-        title="goals" if not config.build_only else "starts",
+        title="starts" if config.build_only else "values" if config.quick else "goals",
         command=["pdserve", "bench", "peers", *argv],
         seed=config.seed,
-        rows=rows,
+        rows=without_goals(rows) if config.quick else rows,
         notes=notes,
         extra={
             "limits": None if limits is None else asdict(limits),

@@ -10,7 +10,7 @@ import shlex
 import subprocess
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -55,6 +55,11 @@ class Report:
     rows: Sequence[Row]
     notes: Sequence[str] = ()
     extra: Mapping[str, object] = field(default_factory=dict)
+
+
+def without_goals(rows: Sequence[Row]) -> list[Row]:
+    """The rows of a run that is too small to be set beside goals (`--quick`)."""
+    return [replace(row, goal=None) for row in rows]
 
 
 def print_report(report: Report, console: Console) -> None:

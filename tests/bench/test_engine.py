@@ -32,6 +32,7 @@ def test_every_experiment_runs_and_reports(name: str, tmp_path: Path) -> None:
     report = json.loads(path.read_text())
     assert report["command"].startswith(f"pdserve bench engine {name} --quick")
     assert report["machine"]["cores"] and report["seed"] == 0 and report["rows"]
+    assert all(row["goal"] is None for row in report["rows"])
     names = [row["name"] for row in report["rows"]]
     assert len(names) == len(set(names))
 
