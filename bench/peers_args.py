@@ -48,7 +48,10 @@ class PeersConfig:
     def levels(self) -> tuple[Level, ...]:
         """The loads of suite peers."""
         found = []
-        for concurrency in _numbers("--concurrency", self.concurrency):
+        numbers = _numbers("--concurrency", self.concurrency)
+        if len(set(numbers)) != len(numbers):  # results are kept by it
+            raise ConfigError(f"--concurrency is {self.concurrency!r}; name each number once")
+        for concurrency in numbers:
             if concurrency < 1:
                 raise ConfigError(f"--concurrency is {self.concurrency!r}; every number must be at least 1")
             num = 4 if self.quick else self.num_prompts_alone if concurrency == 1 else self.num_prompts

@@ -276,6 +276,7 @@ def test_a_suite_ends_when_its_time_is_over(
         (["--peers", "vlm"], "--peers: unknown vlm; known: all, none, vllm"),
         (["--concurrency", "1,x"], "--concurrency is '1,x'"),
         (["--concurrency", "0"], "at least 1"),
+        (["--concurrency", "8,8"], "--concurrency is '8,8'; name each number once"),
         (["--cores", "4096"], "usable are"),
         (["--repeats", "0"], "--repeats is 0"),
         (["--suite", "all"], "--suite is 'all'"),
