@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import json
 import logging
-from collections.abc import Collection, Mapping
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,9 @@ def _load_transformers(
         raise ConfigError(f"cannot load the model in {directory}: {what}") from e
     _check_types(directory, model.config)
     _check_weights(directory, found)
+    ahead = getattr(model.config.get_text_config(), "num_nextn_predict_layers", None) or 0
+    unused = sorted(str(name) for name in found["unexpected_keys"])
+    _check_unused(directory, unused, model.state_dict().keys(), ahead)
     try:
         model.to(where)
     except RuntimeError as e:  # torch's error for memory too
@@ -222,8 +226,35 @@ def _check_weights(directory: Path, found: Mapping[str, Collection[Any]]) -> Non
                 f"cannot load the model in {directory}: {len(names)} of its weights {what}, such as {names[0]}",
                 reason="CORRUPT_MODEL",
             )
-    if names := sorted(str(name) for name in found["unexpected_keys"]):
-        _log.warning("%d weights in %s are not used by its model, such as %s", len(names), directory, names[0])
+
+
+def _check_unused(directory: Path, unused: Sequence[str], own: Collection[str], ahead: int = 0) -> None:
+    """Refuses a checkpoint with more layers than its configuration says; warns of whatever else is not used.
+
+    Layers are counted by their prefix: those of another part, as of a vision tower, are no more of the same. After the
+    last may come `ahead` ones that predict further tokens and are not served.
+    """
+    counts: dict[str, int] = {}
+    for prefix, at in filter(None, map(_layer_of, own)):
+        counts[prefix] = max(counts.get(prefix, 0), at + 1)
+    for name in unused:
+        if (layer := _layer_of(name)) is None:
+            continue
+        count = max((n for prefix, n in counts.items() if prefix.endswith(layer[0])), default=None)
+        if count is not None and layer[1] >= count + ahead:
+            raise ConfigError(
+                f"cannot load the model in {directory}: its configuration says {count} layers, and its files hold "
+                f"more, such as {name}: a configuration of another model?",
+                reason="CORRUPT_MODEL",
+            )
+    if unused:
+        _log.warning("%d weights in %s are not used by its model, such as %s", len(unused), directory, unused[0])
+
+
+def _layer_of(name: str) -> tuple[str, int] | None:
+    """The prefix and the number of the layer that a weight belongs to: ("model.layers.", 3)."""
+    found = re.match(r"(.*?[a-z]\.)(\d+)\.", name)
+    return None if found is None else (found[1], int(found[2]))
 
 
 def prepare_model(model: Any, dtype: str, weights: str) -> LoadedModel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import SamplingParams
+from pdserve.engine import loader
 from pdserve.engine.loader import load_model
 from tests.engine_model.models import FAMILIES, engine_run, make_model, plain_greedy
 
@@ -57,3 +59,33 @@ def test_a_type_of_model_that_is_not_known_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "t5", "architectures": ["T5Model"]}))
     with pytest.raises(ConfigError, match="cannot load the model"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("impl", ["auto", "transformers"])
+def test_a_configuration_of_fewer_layers_than_the_files_hold_is_refused(tmp_path: Path, impl: str) -> None:
+    make_model(*FAMILIES["llama"]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["num_hidden_layers"] == 3
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 2}))
+    with pytest.raises(ConfigError, match=r"says 2 layers, and its files hold more, such as model\.layers\.2\."):
+        load_model(tmp_path, impl=impl)
+
+
+@pytest.mark.parametrize(
+    ("unused", "ahead", "refused"),
+    [
+        ("model.layers.1.self_attn.rotary_emb.inv_freq", 0, False),
+        ("model.layers.2.mlp.up_proj.weight", 0, True),
+        ("layers.2.mlp.up_proj.weight", 0, True),  # saved without its head
+        ("model.layers.2.mlp.up_proj.weight", 1, False),
+        ("model.layers.3.mlp.up_proj.weight", 1, True),
+        ("model.layers.1.mlp.experts.7.weight", 0, False),
+        ("vision_tower.encoder.layers.20.mlp.weight", 0, False),
+        ("mtp.layers.5.weight", 0, False),
+        ("score.weight", 0, False),
+    ],
+)
+def test_of_what_is_not_used_only_layers_beyond_the_last_are_refused(unused: str, ahead: int, refused: bool) -> None:
+    own = ["model.embed_tokens.weight", "model.layers.0.mlp.experts.3.weight", "model.layers.1.mlp.experts.0.weight"]
+    with pytest.raises(ConfigError, match="says 2 layers") if refused else contextlib.nullcontext():
+        loader._check_unused(Path("m"), [unused], own, ahead)
