@@ -12,6 +12,7 @@ from pdserve.engine.policies import DEFAULT_AGING_S_PER_LEVEL, DEFAULT_AGING_TOK
 from pdserve.engine.swap import PREEMPTION_MODES
 
 DEFAULT_STEP_TARGET_MS = 250.0
+PREFILL_STEP_TARGET_MS = 600.0  # of a worker whose steps no stream of tokens waits for
 KV_DTYPES = {"auto": None, "fp8_e4m3": FP8}
 """`--kv-cache-dtype` -> dtype of the layout; None: that of the weights."""
 MAX_THREADS = 256
@@ -73,7 +74,7 @@ class EngineConfig:
     step_target_ms: float | None = option(
         None,
         "time of a step full of prompt tokens, from which the token budget is chosen; default: "
-        f"{DEFAULT_STEP_TARGET_MS:g}",
+        f"{DEFAULT_STEP_TARGET_MS:g}, on prefill workers {PREFILL_STEP_TARGET_MS:g}",
         unit="ms",
         minimum=1,
     )
@@ -203,6 +204,17 @@ class EngineConfig:
                 f"--batching is {self.batching!r}; prefill and decode workers take only continuous, for a sequence "
                 f"that is handed over must not wait for a batch: use {instead}, or pdserve.LLM"
             )
+
+    def of_prefill_worker(self) -> EngineConfig:
+        """The same with a prefill worker's default of --step-target-ms: no stream waits for its steps.
+
+        Raises:
+            ConfigError: With the flag that makes no sense on one.
+        """
+        self.check_prefill()
+        if self.max_num_batched_tokens is not None or self.step_target_ms is not None:
+            return self
+        return replace(self, step_target_ms=PREFILL_STEP_TARGET_MS)
 
     def check_prefill(self) -> None:
         """Refuses what makes no sense on a prefill worker.

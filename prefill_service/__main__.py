@@ -27,8 +27,7 @@ def main(argv: Sequence[str]) -> int:
     """
     sections = {"Service": ServiceConfig, "Worker": WorkerConfig, "TLS": TlsConfig, "Engine": EngineConfig}
     service, worker, tls, engine = load("pdserve prefill", DESCRIPTION, sections, argv)
-    engine.check_prefill()
-    return run_worker(Role.PREFILL, PrefillWorker(engine), service, worker, tls)
+    return run_worker(Role.PREFILL, PrefillWorker(engine.of_prefill_worker()), service, worker, tls)
 
 
 if __name__ == "__main__":

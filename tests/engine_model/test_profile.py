@@ -6,7 +6,7 @@ import pytest
 
 from pdserve.core.errors import ConfigError
 from pdserve.engine import build
-from pdserve.engine.config import EngineConfig
+from pdserve.engine.config import DEFAULT_STEP_TARGET_MS, PREFILL_STEP_TARGET_MS, EngineConfig
 from pdserve.engine.profile import StepMeter, budget_for, measure_context_unit, profile_steps
 from pdserve.engine.step import RunnerOutput, SchedulerOutput
 
@@ -107,9 +107,15 @@ def test_what_sets_the_budget_twice_is_refused_by_name(options: dict[str, object
     assert all("--" + name.replace("_", "-") in refusal.value.message for name in options)
 
 
+def test_a_prefill_worker_takes_larger_steps_unless_it_is_told() -> None:
+    assert EngineConfig().of_prefill_worker().step_target_ms == PREFILL_STEP_TARGET_MS > DEFAULT_STEP_TARGET_MS
+    assert EngineConfig(step_target_ms=50.0).of_prefill_worker().step_target_ms == 50.0
+    assert EngineConfig(max_num_batched_tokens=128).of_prefill_worker().step_target_ms is None
+
+
 def test_a_prefill_worker_has_no_tpot() -> None:
     with pytest.raises(ConfigError, match="--tpot-slo-ms"):
-        EngineConfig(tpot_slo_ms=50.0).check_prefill()
+        EngineConfig(tpot_slo_ms=50.0).of_prefill_worker()
 
 
 def test_more_threads_than_cores_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
