@@ -9,6 +9,7 @@ engine stops, and the engine stops before what reads its events.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from contextlib import AsyncExitStack
 from typing import Protocol
 
@@ -133,13 +134,22 @@ class EngineWorker(ABC):
         await self._stack.aclose()
 
 
-def loaded_worker(built: EngineFacts, max_num_seqs: int, data_address: str | None = None) -> LoadedWorker:
+def loaded_worker(
+    built: EngineFacts,
+    max_num_seqs: int,
+    data_address: str | None = None,
+    *,
+    transports: Iterable[str] = (),
+    host_id: str = "",
+) -> LoadedWorker:
     """What a worker says of itself to the registry.
 
     Args:
         built: Its engine.
         max_num_seqs: Sequences that may run at once.
         data_address: host:port of the KV data plane; None: there is none.
+        transports: Its data planes, most wanted first.
+        host_id: See `kvtransfer.negotiation.host_id`; empty: no plane within the host.
     """
     return LoadedWorker(
         identity_digest=built.identity_digest,
@@ -150,6 +160,8 @@ def loaded_worker(built: EngineFacts, max_num_seqs: int, data_address: str | Non
         num_pages=built.num_pages,
         max_num_seqs=max_num_seqs,
         data_address=data_address,
+        transports=tuple(transports),
+        host_id=host_id,
     )
 
 

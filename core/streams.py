@@ -146,6 +146,8 @@ def welcome_message(context: WorkerContext, loaded: LoadedWorker, page_size: int
         page_size=page_size,
         max_num_seqs=loaded.max_num_seqs,
         kv_converts=sorted(context.kv_converts),
+        transports=loaded.transports,
+        host_id=loaded.host_id,
     )
 
 

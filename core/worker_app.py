@@ -97,6 +97,8 @@ class LoadedWorker:
         num_pages: KV pages in all.
         max_num_seqs: Sequences that may run at once.
         data_address: host:port that others reach the KV data plane at; None: there is none.
+        transports: Data planes, most wanted first.
+        host_id: See `kvtransfer.negotiation.host_id`; empty: no plane within the host.
     """
 
     identity_digest: bytes
@@ -107,6 +109,8 @@ class LoadedWorker:
     num_pages: int
     max_num_seqs: int
     data_address: str | None = None
+    transports: tuple[str, ...] = ()
+    host_id: str = ""
 
 
 class WorkerService(Protocol):

@@ -20,6 +20,7 @@ import grpc.aio
 
 from pdserve.core.background import Background
 from pdserve.core.clock import Clock
+from pdserve.core.data_planes import same_host
 from pdserve.core.errors import PdserveError, TransferError
 from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer import handoff, negotiation
@@ -281,7 +282,7 @@ class TransferServer(rpc.KvTransferServicer):
             TransferError: The pair does not fit.
         """
         hellos.check(hello, self._incarnation, self._identity_digest, self._layout)
-        near = negotiation.same_host(self._host_id, hello.host_id)
+        near = same_host(self._host_id, hello.host_id)
         return negotiation.choose(hello.transports, self._sources, same_host=near)
 
     async def _write(

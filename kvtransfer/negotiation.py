@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from pdserve.core.data_planes import common_plane, no_common_plane
 from pdserve.core.errors import TransferError
 
 PROTOCOL_VERSION = 1
@@ -14,8 +15,6 @@ OLDEST_VERSION = 1
 """The version before, or the first."""
 BEFORE_NEGOTIATION = "tcp"
 """What a peer means that names no plane: it is of a version that had this one only."""
-SAME_HOST_ONLY = frozenset({"shm"})
-_MAX_NAMES_TOLD = 8
 
 
 def version(theirs: int) -> int:
@@ -48,22 +47,12 @@ def choose(wanted: Sequence[str], offered: Iterable[str], *, same_host: bool) ->
         TransferError: TRANSPORT: there is none.
     """
     wanted, offered = wanted or [BEFORE_NEGOTIATION], list(offered)
-    for name in wanted:
-        if name in offered and (same_host or name not in SAME_HOST_ONLY):
-            return name
-    far = SAME_HOST_ONLY.intersection(wanted, offered)
-    why = f" ({', '.join(sorted(far))} only within one host, network namespace and user)" if far else ""
+    if (name := common_plane(wanted, offered, same_host=same_host)) is not None:
+        return name
+    missing = no_common_plane("the decode worker", wanted, "the prefill worker", offered)
     raise TransferError(
-        f"no common data plane: the decode worker has {_told(wanted)}, the prefill worker has {_told(offered)}{why}; "
-        "name a common one in --kv-transfer-config",
-        reason="TRANSPORT",
-        status="FAILED_PRECONDITION",
+        f"{missing}; name a common one in --kv-transfer-config", reason="TRANSPORT", status="FAILED_PRECONDITION"
     )
-
-
-def same_host(ours: str, theirs: str) -> bool:
-    """Compares two `host_id`s; an unknown one equals none."""
-    return bool(ours) and ours == theirs
 
 
 def host_id() -> str:
@@ -79,8 +68,3 @@ def host_id() -> str:
     except OSError:
         return ""
     return f"{boot}:{network}:{users}:{os.geteuid()}"
-
-
-def _told(names: Sequence[str]) -> str:
-    """Names for a person; a peer's list is cut."""
-    return ", ".join(name[:32] for name in names[:_MAX_NAMES_TOLD]) + (", ..." if len(names) > _MAX_NAMES_TOLD else "")

@@ -38,7 +38,8 @@ class PrefillWorker(EngineWorker):
             planes.make_sources, context.worker, pool, built.identity_digest, context.service.host, context.tls
         )
         self._stack.push_async_callback(asyncio.to_thread, planes.close_sources, sources)
-        loaded = loaded_worker(built, self._config.max_num_seqs, planes.data_address(sources))
+        host_id, address = negotiation.host_id(), planes.data_address(sources)
+        loaded = loaded_worker(built, self._config.max_num_seqs, address, transports=sources, host_id=host_id)
         lease_s = context.worker.kv_lease_s
         service = PrefillService(built.engine, stream_parts(context, built, loaded), lease_s=lease_s)
         transfers = TransferServer(
@@ -51,7 +52,7 @@ class PrefillWorker(EngineWorker):
             clock=context.clock,
             lease_s=lease_s,
             integrity=context.worker.kv_integrity,
-            host_id=negotiation.host_id(),
+            host_id=host_id,
             fail=context.fail,
         )
         service.attach(transfers)

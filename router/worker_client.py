@@ -270,6 +270,8 @@ class GrpcWorkerClient:
             num_pages=w.num_pages,
             max_num_seqs=w.max_num_seqs,
             kv_converts=frozenset(w.kv_converts),
+            transports=tuple(w.transports),
+            host_id=w.host_id,
         )
 
     def _dispatch(self, message: worker_pb2.SessionResponse) -> None:

@@ -8,8 +8,9 @@ history, so that all routers decide the same:
 2. Of the rest, one identity digest and one dtype win: the pool that can serve (has a MIXED worker, or PREFILL and
    DECODE) before one that cannot, then the one with more workers, then the smaller digest. Workers of other digests are
    incompatible, and those of other dtypes but for decode workers that convert.
-3. A prefill and a decode worker pair only if their KV layouts agree but for what both say may be converted; one that
-   fits no peer is incompatible.
+3. A prefill and a decode worker pair only if their KV layouts agree but for what both say may be converted, and if they
+   have a data plane in common (one that names none is of the version before, and may have); one that fits no peer is
+   incompatible.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from pdserve.core.data_planes import common_plane, no_common_plane, same_host
 from pdserve.core.layout import DTYPE, KVLayout, incompatibility
 from pdserve.core.request import Role
 
@@ -55,6 +57,8 @@ class WorkerFacts:
         num_pages: Pages in all.
         max_num_seqs: Sequences that may run at once.
         kv_converts: What may differ between its KV layout and a peer's, if the peer says so too.
+        transports: Its data planes, most wanted first; empty: it does not say.
+        host_id: Where it runs; planes within a host need an equal one on both sides.
     """
 
     worker_id: str
@@ -69,6 +73,8 @@ class WorkerFacts:
     num_pages: int
     max_num_seqs: int
     kv_converts: frozenset[str] = frozenset()
+    transports: tuple[str, ...] = ()
+    host_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,17 +309,25 @@ def incompatibilities(model: str, workers: list[WorkerFacts]) -> dict[str, str]:
                 f"dtype is {f.layout.dtype}, the pool's is {dtype}; give all workers one --dtype, or a decode worker "
                 "--kv-convert-dtype"
             )
-    pool = [f for f in ours if f.worker_id not in faults]
+    pool = sorted((f for f in ours if f.worker_id not in faults), key=lambda f: f.worker_id)
     for f in pool:
         peers = [p for p in pool if {p.role, f.role} == {Role.PREFILL, Role.DECODE}]
-        reasons = [_misfit(f, p) for p in peers]
-        if reasons and None not in reasons:
-            faults[f.worker_id] = f"KV layout fits no {peers[0].role} worker: {reasons[0]}"
+        reasons = [reason for p in peers if (reason := _misfit(f, p))]
+        if reasons and len(reasons) == len(peers):
+            faults[f.worker_id] = reasons[0]
     return faults
 
 
 def _misfit(f: WorkerFacts, peer: WorkerFacts) -> str | None:
-    return incompatibility(f.layout, peer.layout, f.kv_converts & peer.kv_converts)
+    """Why the two do not pair, as `f` is told."""
+    if reason := incompatibility(f.layout, peer.layout, f.kv_converts & peer.kv_converts):
+        return f"KV layout fits no {peer.role} worker: {reason}"
+    if not f.transports or not peer.transports:
+        return None  # of the version before: the two find out by themselves
+    if common_plane(f.transports, peer.transports, same_host=same_host(f.host_id, peer.host_id)):
+        return None
+    missing = no_common_plane("this worker", f.transports, peer.worker_id, peer.transports)
+    return f"{missing} (--kv-transfer-config)"
 
 
 def _belongs(f: WorkerFacts, digest: bytes, dtype: str) -> bool:

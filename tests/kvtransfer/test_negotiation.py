@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import grpc.aio
 import pytest
 
+from pdserve.core.data_planes import same_host
 from pdserve.core.errors import TransferError
 from pdserve.kvtransfer.control_client import TransferPeer
 from pdserve.kvtransfer.handoff import TransferState
-from pdserve.kvtransfer.negotiation import choose, host_id, same_host
+from pdserve.kvtransfer.negotiation import choose, host_id
 from pdserve.kvtransfer.shm import ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSource
 from pdserve.kvtransfer.transport import SourcePageRef

@@ -66,6 +66,8 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             num_pages=64,
             page_size=16,
             max_num_seqs=8,
+            transports=["shm", "tcp"],
+            host_id="host:1",
         )
 
     async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
@@ -207,6 +209,7 @@ def test_outputs_reach_their_attempts_and_nobody_else() -> None:
         assert (list(second.output.delta.token_ids), list(third.output.delta.token_ids)) == ([4], [3])
         live = router.workers.table.live("d0")
         assert live is not None
+        assert (live.facts.transports, live.facts.host_id) == (("shm", "tcp"), "host:1")
         assert live.load.num_running == 7
         assert router.num_late == 3
 

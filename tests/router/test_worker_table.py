@@ -36,6 +36,8 @@ def facts(
     model: str = MODEL,
     max_model_len: int = 128,
     num_pages: int = 64,
+    transports: tuple[str, ...] = (),
+    host_id: str = "host:1",
 ) -> WorkerFacts:
     return WorkerFacts(
         worker_id=worker_id,
@@ -50,6 +52,8 @@ def facts(
         num_pages=num_pages,
         max_num_seqs=8,
         kv_converts=converts,
+        transports=transports,
+        host_id=host_id,
     )
 
 
@@ -104,6 +108,34 @@ def test_page_sizes_differ_where_both_say_that_decode_converts() -> None:
     before = facts("p0", Role.PREFILL)  # a prefill worker of the version before would refuse it
     assert not can_pair(before, d)
     assert "page_size differs: 16 here, 32 there" in state(table(before, d), "p0")
+
+
+def test_workers_without_a_common_data_plane_are_named_and_never_paired() -> None:
+    p = facts("prefill-0", Role.PREFILL, transports=("tcp",))
+    shm = facts("d0", Role.DECODE, transports=("shm",))
+    t = table(p, shm)
+    assert state(t, "d0") == (
+        "incompatible: no common data plane: this worker has shm, prefill-0 has tcp (--kv-transfer-config)"
+    )
+    assert not can_pair(p, shm)
+    assert t.pool().decode == () and "no common data plane" in t.missing()
+    t.connected(facts("d1", Role.DECODE, transports=("shm", "tcp")))
+    assert state(t, "prefill-0") == state(t, "d1") == "ready"
+    assert [w.facts.worker_id for w in t.pool().decode] == ["d1"]
+
+
+def test_a_plane_within_the_host_is_none_between_two() -> None:
+    p = facts("p0", Role.PREFILL, transports=("shm",))
+    near, far, nowhere = (facts("d0", Role.DECODE, transports=("shm",), host_id=h) for h in ("host:1", "host:2", ""))
+    assert can_pair(p, near) and not can_pair(p, far) and not can_pair(p, nowhere)
+    assert "only within one host" in state(table(p, far), "d0")
+
+
+def test_a_worker_of_the_version_before_names_no_planes_and_may_pair() -> None:
+    before, p = facts("d0", Role.DECODE), facts("p0", Role.PREFILL, transports=("tcp",))
+    assert can_pair(p, before) and can_pair(facts("p1", Role.PREFILL), facts("d1", Role.DECODE, transports=("shm",)))
+    t = table(p, before)
+    assert state(t, "p0") == state(t, "d0") == "ready"
 
 
 def test_a_dtype_wins_and_only_decode_workers_that_convert_may_have_another() -> None:
@@ -179,6 +211,8 @@ worker = st.builds(
     dtype=st.sampled_from(["float32", "float32", "bfloat16"]),
     converts=st.sampled_from([frozenset[str](), SIZES, CONVERSIONS]),
     model=st.sampled_from([MODEL, MODEL, "other"]),
+    transports=st.sampled_from([(), ("tcp",), ("shm",), ("shm", "tcp")]),
+    host_id=st.sampled_from(["", "host:1", "host:2"]),
 )
 
 
