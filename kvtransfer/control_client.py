@@ -9,6 +9,7 @@ be freed. A transfer waits for prefill as long as its control stream lives: pref
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,8 +28,11 @@ from pdserve.kvtransfer.timeline import Timeline, TransferResult
 from pdserve.kvtransfer.transport import PageSink, QuarantiningSink, SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 
+log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 16 << 20  # a watermark names its pages in about 20 bytes each
 OUTCOME_OF_STATE = {state: outcome for outcome, state in OUTCOMES.items()}
+NO_FAILURES = ("ABORTED", "FINISHED")
+"""Reasons for which prefill closes a transfer that is not wanted any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,6 +190,23 @@ class IncomingTransfer:
                     self._done.set_result(None)
         if self._transfer.state in handoff.TERMINAL and not self._decided.done():
             self._decided.set_result(None)
+            self._log_failure()
+
+    def _log_failure(self) -> None:
+        """Names a failed transfer; one that the request's end has ended, on either side, did not fail."""
+        t, stream = self._transfer, self._stream
+        if t.state is not TransferState.FAILED or t.reason in NO_FAILURES:
+            return
+        over = f" over {stream.transport}" if stream.transport else ""
+        log.warning(
+            "KV transfer %s of request %s from %s%s failed: %s%s",
+            self.transfer_id,
+            self._request_id or "(unknown)",
+            stream.peer.worker_id,
+            over,
+            t.reason,
+            f": {self._message}" if self._message else "",
+        )
 
     async def _run_pull(self, action: handoff.Pull) -> handoff.PullEnded:
         said = self._stream.welcome

@@ -38,6 +38,7 @@ MAX_TRANSFER_ID_BYTES = 128
 MAX_NAME_CHARS = 128
 MAX_OUTBOX = 4096
 MAX_REMEMBERED = 4096
+MAX_NAMED = 8
 
 
 class TransferListener(Protocol):
@@ -245,6 +246,7 @@ class TransferServer(rpc.KvTransferServicer):
             version = negotiation.version(hello.protocol_version)
             transport = self._admit(hello)
         except TransferError as e:
+            log.warning("decode worker %s is refused: %s: %s", hello.worker_id[:MAX_NAME_CHARS], e.reason, e.message)
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{e.reason}: {e.message}")
         source = self._sources[transport]
         stream = _Stream(hello.worker_id[:MAX_NAME_CHARS], transport, source, source.new_reader())
@@ -256,12 +258,10 @@ class TransferServer(rpc.KvTransferServicer):
         try:
             await asyncio.wait([writer, reader, *stops], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            self._lose(stream)
+            lost = self._lose(stream)
             for task in (writer, reader, *stops):
                 task.cancel()
-            for ended in await asyncio.gather(writer, reader, *stops, return_exceptions=True):
-                if isinstance(ended, Exception):
-                    log.info("control stream of %s: %r", stream.peer, ended)
+            _log_end(stream, lost, await asyncio.gather(writer, reader, *stops, return_exceptions=True))
 
     async def _read_hello(
         self, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]
@@ -358,12 +358,14 @@ class TransferServer(rpc.KvTransferServicer):
         reason = reason_of(message.reason, state.upper())
         self._feed(message.transfer_id, handoff.Ended(state, reason, by_peer=True))
 
-    def _lose(self, stream: _Stream) -> None:
-        """The stream died: its readers and all its transfers end."""
+    def _lose(self, stream: _Stream) -> list[str]:
+        """The stream died: its readers and all its transfers end. Returns those that had not ended."""
         self._streams.discard(stream)
         stream.source.drop_reader(stream.token)
+        lost = [t for t in stream.open if self._entries[t].transfer.state not in handoff.TERMINAL]
         for transfer_id in list(stream.open):
             self._feed(transfer_id, handoff.Ended(TransferState.FAILED, "PEER_LOST", by_peer=True))
+        return sorted(lost)
 
     # ---- the table --------------------------------------------------------------------------------------------------
 
@@ -454,6 +456,20 @@ class TransferServer(rpc.KvTransferServicer):
                 transfer_id, _ = stream.pending.popitem(last=False)
                 stream.send(closed(transfer_id, "UNKNOWN_TRANSFER"))
                 self.num_late += 1
+
+
+def _log_end(stream: _Stream, lost: Sequence[str], ended: Iterable[object]) -> None:
+    """Says how a stream ended; how gRPC says that the other side has gone, which differs, is told in plain words."""
+    for error in ended:
+        if isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
+            log.error("control stream of %s failed by a fault of this process: %r", stream.peer, error)
+    why = "the decode worker ended it, or cannot be reached"
+    if stream.overflow.is_set():
+        why = f"the decode worker does not read its messages; {MAX_OUTBOX} wait"
+    names = ", ".join(lost[:MAX_NAMED]) + (", ..." if len(lost) > MAX_NAMED else "")
+    with_it = f"; KV transfers that failed with it ({len(lost)}): {names}" if lost else ""
+    level = logging.WARNING if lost or stream.overflow.is_set() else logging.INFO
+    log.log(level, "control stream of %s ended: %s%s", stream.peer, why, with_it)
 
 
 def _log_failure(error: PdserveError) -> None:
