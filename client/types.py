@@ -244,7 +244,7 @@ class WorkerInfo:
         role: "prefill", "decode" or "mixed".
         incarnation: Process start, as hex.
         address: host:port of its gRPC endpoint.
-        state: "ready", "draining", "connecting" or "incompatible: <reason>".
+        state: "ready", "draining", "connecting", "connecting: <why the last try failed>" or "incompatible: <reason>".
         num_running: Sequences running.
         num_waiting: Sequences waiting.
         num_free_pages: KV pages free or evictable.

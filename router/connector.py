@@ -92,6 +92,7 @@ class Connector:
 
     async def _keep(self, worker_id: str) -> None:
         backoff_s = MIN_BACKOFF_S
+        logged: tuple[Listed, str] | None = None  # whom it could not be connected to, and why
         news = self._news[worker_id]
         while (listed := self._listed.get(worker_id)) is not None:
             news.clear()
@@ -108,10 +109,12 @@ class Connector:
             try:
                 error = await client.run()
             finally:
-                self._workers.session_closed(worker_id)
-            _log.warning("%s", error.message)
+                self._workers.session_closed(worker_id, client.why_not_open)
+            if (listed, error.reason) != logged:
+                _log.warning("%s", error.message)
+            logged = (listed, error.reason)
             if client.was_open:
-                backoff_s = MIN_BACKOFF_S
+                backoff_s, logged = MIN_BACKOFF_S, None
             with suppress(TimeoutError):
                 await self._clock.wait_for(news.wait(), backoff_s)
             backoff_s = min(2 * backoff_s, MAX_BACKOFF_S)

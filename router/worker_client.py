@@ -102,6 +102,7 @@ class GrpcWorkerClient:
 
     Attributes:
         was_open: True once Welcome was right.
+        why_not_open: In few words, where it could not be opened.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class GrpcWorkerClient:
         self.listed = listed
         self.worker_id = listed.worker_id
         self.was_open = False
+        self.why_not_open = ""
         self._router_id = router_id
         self._clock = clock
         self._owner = owner
@@ -140,7 +142,7 @@ class GrpcWorkerClient:
     def submit(self, message: worker_pb2.Submit, inbox: Inbox) -> None:
         """See `WorkerClient`."""
         fence = message.fence
-        error = self._error or (self._died("is about to end") if self._leaving else None)
+        error = self._error or (_advised(self._died("is about to end")) if self._leaving else None)
         if error is not None:
             inbox.put(Died(self.worker_id, fence.attempt, error))
             return
@@ -182,7 +184,7 @@ class GrpcWorkerClient:
     # ---- the stream
 
     async def run(self) -> PdserveError:
-        """Connects, serves the session and returns why it ended."""
+        """Connects, serves the session and returns why it ended or was not opened."""
         error: PdserveError = UnavailableError("this router stops; send the request to another", reason="ROUTER_STOPS")
         try:
             error = await self._session()
@@ -199,7 +201,7 @@ class GrpcWorkerClient:
             try:
                 first = await self._clock.wait_for(call.read(), CONNECT_TIMEOUT_S)
                 if not isinstance(first, worker_pb2.SessionResponse):
-                    return self._died("ended the session at once")
+                    return self._cannot_connect("it ended the session at once", "NO_SESSION")
                 facts = self._check_welcome(first)
                 self.was_open = True
                 self._owner.session_open(self, facts)
@@ -209,10 +211,9 @@ class GrpcWorkerClient:
                     self._dispatch(message)
                 return self._died("ended its session")
             except TimeoutError:
-                return self._died(f"did not answer within {CONNECT_TIMEOUT_S:g} s")
+                return self._cannot_connect(f"it did not answer within {CONNECT_TIMEOUT_S:g} s", "NO_SESSION")
             except grpc.aio.AioRpcError as e:
-                told = error_from_rpc(e)
-                return self._died(f"is gone ({told.reason}: {told.message})")
+                return self._broken(error_from_rpc(e))
             except asyncio.CancelledError:
                 me = asyncio.current_task()
                 asked = me is not None and me.cancelling() > 0  # else the ticker ended the call
@@ -244,19 +245,19 @@ class GrpcWorkerClient:
 
     def _check_welcome(self, message: worker_pb2.SessionResponse) -> WorkerFacts:
         if not message.HasField("welcome"):
-            raise _bad_worker(self.listed, "did not begin with Welcome")
+            raise self._bad_worker("did not begin with Welcome")
         w, listed = message.welcome, self.listed
         if w.protocol_version != PROTOCOL_VERSION:
-            raise _bad_worker(listed, f"speaks protocol {w.protocol_version}, this router speaks {PROTOCOL_VERSION}")
+            raise self._bad_worker(f"speaks protocol {w.protocol_version}, this router speaks {PROTOCOL_VERSION}")
         said = (w.worker_id, w.incarnation, _ROLES.get(w.role))
         if said != (listed.worker_id, listed.incarnation, listed.role):
-            raise _bad_worker(listed, f"says it is {said}, the registry says otherwise (an old record?)")
+            raise self._bad_worker(f"says it is {said}, the registry says otherwise (an old record?)")
         if not (w.max_model_len > 1 and w.vocab_size > 0 and w.num_pages > 0):
-            raise _bad_worker(listed, "sent a Welcome without sizes")
+            raise self._bad_worker("sent a Welcome without sizes")
         try:
             layout = KVLayout.from_json(w.layout)
         except TransferError as e:
-            raise _bad_worker(listed, e.message) from e
+            raise self._cannot_connect(e.message, "BAD_WORKER") from e
         return WorkerFacts(
             worker_id=w.worker_id,
             role=listed.role,
@@ -307,7 +308,7 @@ class GrpcWorkerClient:
             inbox.put(event)
 
     def _end(self, error: PdserveError) -> None:
-        self._error = error
+        self._error = error = _advised(error)
         for key, inbox in self._attempts.items():
             inbox.put(Died(self.worker_id, key.attempt, error))
         for answer in self._aborts.values():
@@ -317,17 +318,33 @@ class GrpcWorkerClient:
         self._leases.clear()
 
     def _died(self, how: str) -> UnavailableError:
-        listed = self.listed
-        return UnavailableError(
-            f"{listed.role} worker {listed.worker_id} at {listed.address} {how}; send the request again "
-            "(the worker's log says why it ended)",
-            reason="DRAINING" if self._draining else "WORKER_DIED",
-        )
+        return UnavailableError(f"{self._who} {how}", reason="DRAINING" if self._draining else "WORKER_DIED")
+
+    def _broken(self, rpc: PdserveError) -> UnavailableError:
+        if self.was_open:
+            return self._died(f"is gone ({rpc.reason}: {rpc.message})")
+        hint = "; it has no TLS, or a certificate of another authority" if rpc.reason == "TLS_FAILED" else ""
+        return self._cannot_connect(f"{rpc.reason}: {rpc.message}{hint}", rpc.reason)
+
+    def _bad_worker(self, what: str) -> UnavailableError:
+        return self._cannot_connect(f"it {what}", "BAD_WORKER")
+
+    def _cannot_connect(self, why: str, reason: str) -> UnavailableError:
+        self.why_not_open = why
+        return UnavailableError(f"cannot connect to {self._who}: {why}", reason=reason)
+
+    @property
+    def _who(self) -> str:
+        return f"{self.listed.role} worker {self.listed.worker_id} at {self.listed.address}"
+
+
+def _advised(error: PdserveError) -> PdserveError:
+    """The end of a session as the client of a request on it is told; the log needs no advice."""
+    if error.reason not in ("DRAINING", "WORKER_DIED"):
+        return error
+    advice = "send the request again (the worker's log says why it ended)"
+    return UnavailableError(f"{error.message}; {advice}", reason=error.reason)
 
 
 def _load(load: worker_pb2.Load) -> WorkerLoad:
     return WorkerLoad(load.num_running, load.num_waiting, load.num_free_pages, load.num_pending_prefill_tokens)
-
-
-def _bad_worker(listed: Listed, what: str) -> UnavailableError:
-    return UnavailableError(f"worker {listed.worker_id} at {listed.address} {what}", reason="BAD_WORKER")

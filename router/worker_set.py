@@ -44,10 +44,10 @@ class WorkerSet:
         self.table.connected(facts)
         self._changed()
 
-    def session_closed(self, worker_id: str) -> None:
-        """A worker is gone for now."""
+    def session_closed(self, worker_id: str, why_not_open: str = "") -> None:
+        """A worker is gone for now, or could not be connected to: then it is known why not."""
         self._clients.pop(worker_id, None)
-        self.table.disconnected(worker_id)
+        self.table.disconnected(worker_id, why_not_open)
         self._changed()
 
     def worker_loaded(self, worker_id: str, load: WorkerLoad) -> None:

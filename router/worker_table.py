@@ -152,7 +152,7 @@ class WorkerRow:
         role: What it computes.
         incarnation: Process start, as hex.
         address: host:port of its gRPC endpoint.
-        state: "ready", "draining", "connecting" or "incompatible: <reason>".
+        state: "ready", "draining", "connecting", "connecting: <why the last try failed>" or "incompatible: <reason>".
         load: What it reported last.
         num_pages: Pages in all; 0 while connecting.
     """
@@ -178,20 +178,26 @@ class WorkerTable:
         self._listed: dict[str, Listed] = {}
         self._live: dict[str, LiveWorker] = {}
         self._faults: dict[str, str] = {}
+        self._why_not_open: dict[str, str] = {}
 
     # ---- what happens
 
     def set_listed(self, records: Iterable[Listed]) -> None:
         """Replaces what the registry names; live workers stay whatever it says."""
-        self._listed = {r.worker_id: r for r in records}
+        before, self._listed = self._listed, {r.worker_id: r for r in records}
+        same = {name for name, record in self._listed.items() if record == before.get(name)}
+        self._why_not_open = {name: why for name, why in self._why_not_open.items() if name in same}
 
     def connected(self, facts: WorkerFacts) -> None:
         """A session is open."""
+        self._why_not_open.pop(facts.worker_id, None)
         self._live[facts.worker_id] = LiveWorker(facts, WorkerLoad(num_free_pages=facts.num_pages))
         self._refresh()
 
-    def disconnected(self, worker_id: str) -> None:
-        """A session ended; nothing runs there for this router any more."""
+    def disconnected(self, worker_id: str, why_not_open: str = "") -> None:
+        """A session ended, or could not be opened; nothing runs there for this router any more."""
+        if why_not_open:
+            self._why_not_open[worker_id] = why_not_open
         self._live.pop(worker_id, None)
         self._refresh()
 
@@ -272,7 +278,9 @@ class WorkerTable:
         worker = self._live.get(name)
         if worker is None:
             r = self._listed[name]
-            return WorkerRow(name, r.role, r.incarnation, r.address, "connecting", WorkerLoad(), 0)
+            why = self._why_not_open.get(name)
+            state = f"connecting: {why}" if why else "connecting"
+            return WorkerRow(name, r.role, r.incarnation, r.address, state, WorkerLoad(), 0)
         f = worker.facts
         if fault := self._faults.get(name):
             state = f"incompatible: {fault}"

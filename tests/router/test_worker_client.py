@@ -133,7 +133,10 @@ class Router:
         return next((row.state for row in self.workers.table.rows()), "")
 
     async def until(self, state: str) -> None:
-        while self.state() != state:
+        await self.until_state(lambda now: now == state)
+
+    async def until_state(self, holds: Callable[[str], bool]) -> None:
+        while not holds(self.state()):
             assert isinstance(await self.inbox.get(), WorkersChanged)
 
     @property
@@ -141,7 +144,12 @@ class Router:
         return self.workers.client("d0")
 
 
-def run(test: Callable[[Router, ScriptedWorker, int], Awaitable[None]], *, timeout_s: float = 3.0) -> None:
+def run(
+    test: Callable[[Router, ScriptedWorker, int], Awaitable[None]],
+    *,
+    timeout_s: float = 3.0,
+    open_channel: Callable[[str], grpc.aio.Channel] = grpc.aio.insecure_channel,
+) -> None:
     async def main() -> None:
         worker, router = ScriptedWorker(), Router()
         connector = Connector(
@@ -151,7 +159,7 @@ def run(test: Callable[[Router, ScriptedWorker, int], Awaitable[None]], *, timeo
             MonotonicClock(),
             heartbeat_s=0.05,
             worker_timeout_s=timeout_s,
-            open_channel=grpc.aio.insecure_channel,
+            open_channel=open_channel,
             count_late=router.count_late,
         )
         running = asyncio.create_task(connector.run())
@@ -285,7 +293,7 @@ def test_end_of_the_stream_fails_attempts_at_once_and_a_new_process_is_found() -
         died = await inbox.get()
         assert isinstance(died, Died)
         assert died.error.reason == "WORKER_DIED"
-        assert "d0" in died.error.message
+        assert "d0" in died.error.message and "send the request again" in died.error.message
         old.submit(submit("late"), inbox)
         assert isinstance(await inbox.get(), Died), "a dead client answers at once"
         assert not await old.abort(fence(), "X", 5.0)
@@ -447,7 +455,39 @@ def test_a_session_that_fails_by_a_fault_of_ours_ends_the_connector() -> None:
 def test_nobody_at_the_address() -> None:
     async def test(router: Router, worker: ScriptedWorker, port: int) -> None:
         router.discovery.set(record(1))
-        await router.until("connecting")
+        await router.until_state(lambda state: state.startswith("connecting: UNAVAILABLE: "))
         assert worker.num_sessions == 0
+
+    run(test)
+
+
+def test_a_worker_that_cannot_be_connected_to_is_told_once_with_the_reason(caplog: pytest.LogCaptureFixture) -> None:
+    num_tries = 0
+
+    def open_channel(address: str) -> grpc.aio.Channel:
+        nonlocal num_tries
+        num_tries += 1
+        return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials())
+
+    async def test(router: Router, worker: ScriptedWorker, port: int) -> None:
+        router.discovery.set(record(port))
+        await router.until_state(lambda state: num_tries > 2 and state.startswith("connecting: TLS_FAILED: "))
+        assert router.state().endswith("; it has no TLS, or a certificate of another authority")
+        (told,) = [r.getMessage() for r in caplog.records if r.name == "pdserve.router.connector"]
+        assert told == f"cannot connect to decode worker d0 at 127.0.0.1:{port}: {router.state()[12:]}"
+        assert "send the request again" not in caplog.text
+
+    run(test, open_channel=open_channel)
+
+
+def test_the_log_says_that_a_worker_is_gone_without_advice_for_clients(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(router: Router, worker: ScriptedWorker, port: int) -> None:
+        router.discovery.set(record(port))
+        await router.until("ready")
+        worker.outgoing.put_nowait(None)
+        await router.until("connecting")
+        await router.until("ready")
+        assert f"decode worker d0 at 127.0.0.1:{port} " in caplog.text
+        assert "send the request again" not in caplog.text
 
     run(test)

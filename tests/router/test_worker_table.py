@@ -165,6 +165,16 @@ def test_registry_never_removes_a_live_worker() -> None:
     assert t.rows() == []
     t.set_listed([Listed(worker_id="p0", role=Role.PREFILL, incarnation="2", address="x:1")])
     assert state(t, "p0") == "connecting"
+    t.disconnected("p0", "TLS_FAILED: no")
+    assert state(t, "p0") == "connecting: TLS_FAILED: no"
+    t.set_listed([Listed(worker_id="p0", role=Role.PREFILL, incarnation="2", address="x:1")])
+    assert state(t, "p0") == "connecting: TLS_FAILED: no"
+    t.set_listed([Listed(worker_id="p0", role=Role.PREFILL, incarnation="3", address="x:1")])
+    assert state(t, "p0") == "connecting", "another process: nothing is known of it"
+    t.disconnected("p0", "TLS_FAILED: no")
+    t.connected(facts("p0", Role.PREFILL))
+    t.disconnected("p0")
+    assert state(t, "p0") == "connecting"
 
 
 def test_draining_worker_takes_nothing_new() -> None:
