@@ -79,6 +79,23 @@ def test_strangers_get_nothing_and_disturb_nobody(secured: Deployment, files: Tl
     assert_all_free(secured)
 
 
+def test_a_worker_without_a_common_data_plane_is_told_so_and_gets_no_requests(secured: Deployment) -> None:
+    secured.start_worker("decode-shm", "--kv-transfer-config", '{"transports": ["shm"]}').wait_ready(60)
+    with secured.client() as client:
+
+        def states() -> dict[str, str]:
+            return {w.worker_id: w.state for m in client.models() for w in m.workers}
+
+        wait_until(lambda: states().get("decode-shm", "connecting") != "connecting", 20, "the router to know it")
+        told = "no common data plane: this worker has shm, prefill-0 has tcp (--kv-transfer-config)"
+        assert states() == {"prefill-0": "ready", "decode-0": "ready", "decode-shm": f"incompatible: {told}"}
+        for seed in range(4):
+            answers(client, 50, seed)
+    child = secured.children["decode-shm"]
+    child.terminate()
+    assert child.wait(20)
+
+
 def test_certificates_change_while_it_runs(secured: Deployment, files: TlsConfig) -> None:
     """New authority, new certificates: sessions go on; what starts later finds the others, over new connections."""
     directory, other = Path(str(files.tls_ca_file)).parent, Authority.new("the next authority")
@@ -112,7 +129,7 @@ def test_a_plain_worker_is_not_used(secured: Deployment, tmp_path: Path) -> None
         def state() -> str:
             return next((w.state for m in client.models() for w in m.workers if w.worker_id == "decode-plain"), "")
 
-        wait_until(lambda: "decode-plain" in secured.children["router"].log_tail(), 20, "the router to say so")
-        assert state() != "ready"
+        wait_until(lambda: state().startswith("connecting: TLS_FAILED: "), 20, "the reason to be shown")
+        assert any("cannot connect to decode worker decode-plain" in w for w in secured.children["router"].warnings())
     child.terminate()
     assert child.wait(20)
