@@ -47,9 +47,7 @@ class DecodeWorker(EngineWorker):
         cap = context.worker.kv_transfer.max_quarantined_pages
         self._max_quarantined = built.num_pages // 4 if cap is None else cap
         context.metrics.quarantined_pages.set_function(lambda: transfers.num_quarantined)
-        loaded = loaded_worker(
-            built, self._config.max_num_seqs, transports=transfers.sinks, host_id=transfers.host_id
-        )
+        loaded = loaded_worker(built, self._config.max_num_seqs, transports=transfers.sinks, host_id=transfers.host_id)
         service = DecodeService(
             built.engine,
             stream_parts(context, built, loaded),

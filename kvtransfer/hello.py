@@ -22,7 +22,7 @@ def check(hello: pb.TransferHello, incarnation: str, identity_digest: bytes, lay
     if hello.expected_incarnation != incarnation:
         raise _refused("INCARNATION", f"this process is {incarnation}, not {hello.expected_incarnation:.64}")
     if hello.identity_digest != identity_digest:
-        raise _refused("IDENTITY", "model, weights or attention config differ: start both with the same --model")
+        raise _refused("IDENTITY", "model, weights, --quantization or attention config differ: start both alike")
     if reason := incompatibility(layout, KVLayout.from_json(hello.layout), hello.kv_converts):
         raise _refused("LAYOUT", reason)
 

@@ -14,6 +14,7 @@ PURE = [
     "core/hashing.py",
     "core/layout.py",
     "core/errors.py",
+    "core/data_planes.py",
     "engine/scheduler.py",
     "engine/sequence.py",
     "engine/holdings.py",
