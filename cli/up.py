@@ -373,12 +373,20 @@ def _check_port_free(host: str, port: int) -> None:
 def _wait_listening(store: Child, port: int, timeout_s: float) -> None:
     deadline = time.monotonic() + timeout_s
     while True:
-        with socket.socket() as s:
-            s.settimeout(0.2)
-            if s.connect_ex(("127.0.0.1", port)) == 0:
-                return
+        if _answers(port):
+            return
         if store.wait(0.05) or time.monotonic() > deadline:
             raise UnavailableError(f"the store did not start:\n{store.log_tail()}", reason="CHILD_ENDED")
+
+
+def _answers(port: int) -> bool:
+    """Whether a store answers: it listens before it has read its files, on which it may end."""
+    try:
+        with socket.create_connection(("127.0.0.1", port), 0.5) as s:
+            s.sendall(b"PING\r\n")
+            return bool(s.recv(1))
+    except OSError:
+        return False
 
 
 def _wait_serving(address: str, timeout_s: float) -> None:
