@@ -38,7 +38,7 @@ MakePool = Callable[[KVLayout, int], PoolMemory]
 _FAKE_MAX_MODEL_LEN = 1 << 20
 _FAKE_NUM_PAGES = 4096
 _MAX_TOKEN_BUDGET = 2048
-_CONTEXT_CHUNK, _CONTEXT = 32, 1024  # tokens: what the cost of context is measured with
+_CONTEXT_CHUNK, _CONTEXT = 16, 2048  # tokens: what the cost of context is measured with
 
 _log = logging.getLogger(__name__)
 

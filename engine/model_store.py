@@ -151,11 +151,11 @@ def weights_digest(directory: Path, progress: Progress | None = None) -> str:
 
 
 def _xxh3(path: Path, progress: Progress, done: int) -> tuple[str, int]:
-    hasher, size = xxhash.xxh3_128(), 0
-    with path.open("rb") as f:
-        while chunk := f.read(_CHUNK_BYTES):
-            hasher.update(chunk)
-            size += len(chunk)
+    hasher, size, chunk = xxhash.xxh3_128(), 0, memoryview(bytearray(_CHUNK_BYTES))
+    with path.open("rb", buffering=0) as f:
+        while count := f.readinto(chunk):
+            hasher.update(chunk[:count])
+            size += count
             progress.update(done + size)
     return hasher.hexdigest(), size
 

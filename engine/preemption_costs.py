@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Callable
 from typing import Protocol
 
 from pdserve.core.layout import KVLayout
 from pdserve.core.sampling import SamplingParams
-from pdserve.engine.profile import profile_steps
+from pdserve.engine.profile import least_of, profile_steps
 from pdserve.engine.step import PageCopy, PageCopyKind, Runner, ScheduledSequence, SchedulerOutput
 from pdserve.engine.swap import PreemptionCosts
 
@@ -80,12 +78,12 @@ def measure_preemption(meter: Meter, token_budget: int, page_size: int, max_page
     largest = min(token_budget, meter.max_tokens)
     points = profile_steps(meter.step, _LIMIT_S, 1, largest, _LIMIT_S).points or ((1, meter.step(1)),)
     # Once more, and again: what was measured once and cold is several times too much on a machine with neighbours.
-    points = tuple((n, _least(lambda n=n: meter.step(n), s, _LIMIT_S / len(points))) for n, s in points)  # type: ignore[misc]
+    points = tuple((n, least_of(lambda n=n: meter.step(n), _LIMIT_S / len(points), s)) for n, s in points)  # type: ignore[misc]
     num_tokens, alone_s = points[-1]
     num_pairs = num_tokens * max(0, min(_CONTEXT_TOKENS, meter.max_tokens - num_tokens))
     longer_s = 0.0
     if num_pairs:
-        with_context_s = _least(lambda: meter.step(num_tokens, num_pairs // num_tokens), math.inf, _LIMIT_S)
+        with_context_s = least_of(lambda: meter.step(num_tokens, num_pairs // num_tokens), _LIMIT_S)
         longer_s = max(0.0, with_context_s - alone_s)
     many = min(_COPIED_PAGES, max_pages)
     meter.copies(many)  # the first use of the memory takes longer
@@ -99,14 +97,3 @@ def measure_preemption(meter: Meter, token_budget: int, page_size: int, max_page
         swap_fixed_s=2 * max(0.0, one_s - page_copy_s),
         page_size=page_size,
     )
-
-
-def _least(measure: Callable[[], float], known_s: float, limit_s: float) -> float:
-    """The least of what is known and some measurements more, of which none begins after the limit."""
-    spent = 0.0
-    for _ in range(_REPEATS):
-        spent += (seconds := measure())
-        known_s = min(known_s, seconds)
-        if spent > limit_s:
-            break
-    return known_s

@@ -1,6 +1,6 @@
 """Linears over weights that are packed once, compiled; fp32 activations, weights in fp32 or int8.
 
-The structure and the packing are those of `csrc/linear.h`, `csrc/linear.c` and `csrc/linear_int8.c`.
+The structure and the packing are those of `csrc/linear.h`, `csrc/linear.c`, `csrc/linear_int8.c` and `csrc/pack.c`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import ctypes
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from pdserve.kernels.cpu import library
 
@@ -56,7 +55,9 @@ class PackedLinear:
             Unavailable: There are no compiled kernels here.
         """
         _check(weight, bias)
-        return cls(_panels(weight), None, _contiguous(bias), weight.shape[1], weight.shape[0])
+        panels = weight.new_empty(-(-weight.shape[0] // _COLUMNS), weight.shape[1], _COLUMNS)
+        _pack(weight, panels, None)
+        return cls(panels, None, _contiguous(bias), weight.shape[1], weight.shape[0])
 
     @classmethod
     def pack_int8(cls, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
@@ -66,12 +67,11 @@ class PackedLinear:
         """
         _check(weight, bias)
         num_out, num_in = weight.shape
-        panels = _panels(F.pad(weight, (0, -num_in % _GROUP)))
-        groups = panels.reshape(panels.shape[0], -1, _GROUP, _COLUMNS)
-        scales = groups.abs().amax(dim=2).clamp_(min=torch.finfo(torch.float32).tiny) / 127
-        rounded = (groups / scales[:, :, None]).round_().clamp_(-127, 127).to(torch.int8).flatten(1, 2)
-        pairs = rounded.reshape(panels.shape[0], -1, 2, _COLUMNS).transpose(2, 3).contiguous()
-        return cls(pairs, scales.contiguous(), _contiguous(bias), num_in, num_out)
+        num_panels, num_groups = -(-num_out // _COLUMNS), -(-num_in // _GROUP)
+        panels = weight.new_empty(num_panels, num_groups * _GROUP // 2, _COLUMNS, 2, dtype=torch.int8)
+        scales = weight.new_empty(num_panels, num_groups, _COLUMNS)
+        _pack(weight, panels, scales)
+        return cls(panels, scales, _contiguous(bias), num_in, num_out)
 
     def __call__(self, x: Tensor) -> Tensor:
         """The product.
@@ -132,7 +132,9 @@ def _check(weight: Tensor, bias: Tensor | None) -> None:
         raise ValueError(f"the bias of weights {tuple(weight.shape)} must be float32 [out], not {tuple(bias.shape)}")
 
 
-def _panels(weight: Tensor) -> Tensor:
-    """`[ceil(out / 16), in, 16]`, the last panel padded with zeros."""
-    padded = F.pad(weight, (0, 0, 0, -weight.shape[0] % _COLUMNS)) if weight.shape[0] % _COLUMNS else weight
-    return padded.reshape(-1, _COLUMNS, weight.shape[1]).transpose(1, 2).contiguous()
+def _pack(weight: Tensor, panels: Tensor, scales: Tensor | None) -> None:
+    if weight.stride(1) != 1:
+        weight = weight.contiguous()
+    sizes = (ctypes.c_int64(n) for n in (*weight.shape, weight.stride(0)))
+    to = (None if t is None else ctypes.c_void_p(t.data_ptr()) for t in (panels, scales))
+    library.load().pdserve_pack(ctypes.c_void_p(weight.data_ptr()), *sizes, *to)

@@ -86,6 +86,22 @@ def test_int8_weights_are_within_half_a_step() -> None:
     assert not rows[3].any()
 
 
+@pytest.mark.parametrize("damage", [float("nan"), float("inf"), -float("inf")])
+def test_int8_weights_hide_no_damage(damage: float) -> None:
+    weight = torch.randn(40, 200)
+    weight[17, 150] = damage
+    got = PackedLinear.pack_int8(weight)(torch.randn(5, 200))
+    assert not got[:, 17].isfinite().any()
+    assert got[:, torch.arange(40) != 17].isfinite().all()
+
+
+@pytest.mark.parametrize("pack", [PackedLinear.pack, PackedLinear.pack_int8])
+def test_weights_within_a_larger_matrix(pack: Callable[[Tensor], PackedLinear]) -> None:
+    whole, x = torch.randn(90, 330), torch.randn(4, 200)
+    for part in (whole[7:77, 11:211], torch.randn(200, 70).T):
+        assert torch.equal(pack(part)(x), pack(part.contiguous())(x))
+
+
 def test_int8_rounds_each_64_activations_by_themselves() -> None:
     weight, x = torch.eye(128), torch.ones(7, 128)
     x[:, 0] = 1e6
