@@ -17,7 +17,7 @@ from typing import Any, Protocol, cast
 from rich.console import Console
 
 from pdserve.bench.engine_lab import Findings, Setting
-from pdserve.bench.report import Report, print_report, without_goals, write_json
+from pdserve.bench.report import Report, check_json, print_report, without_goals, write_json
 from pdserve.core.config import ENV_PREFIX, build_parser, check, from_namespace, option
 from pdserve.engine.config import EngineConfig
 
@@ -77,6 +77,7 @@ def main(argv: Sequence[str]) -> int:
     defaults = {**experiment.DEFAULTS, **(experiment.QUICK if namespace.quick else {})}
     environ = {ENV_PREFIX + key.upper(): str(value) for key, value in defaults.items()}
     bench, options, engine = from_namespace(sections, namespace, {**environ, **os.environ})
+    check_json(bench.json)
     console = Console(stderr=True)
     setting = Setting(
         engine=engine,

@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from pdserve.bench.gil_engine import Case
 from pdserve.bench.gil_host import host_main
-from pdserve.bench.report import Report, Row, print_report, write_json
+from pdserve.bench.report import Report, Row, check_json, print_report, write_json
 from pdserve.bench.serve_args import positive
 from pdserve.core.config import Parser
 from pdserve.core.errors import ConfigError, EngineError
@@ -60,6 +60,7 @@ class Measured:
 def main(argv: Sequence[str]) -> int:
     """Runs the bench; returns the exit status."""
     args = _parser().parse_args(argv)
+    check_json(args.json)
     if any(ms < 0 for ms in args.step_ms) or not all(0 <= share <= 1 for share in args.python_share):
         raise ConfigError("--step-ms must be at least 0 and --python-share in [0, 1]")
     cases = [

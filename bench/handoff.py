@@ -25,7 +25,7 @@ from pdserve.bench.handoff_numbers import (
     second_token,
 )
 from pdserve.bench.peers_process import SystemFailed, sigterm_as_interrupt
-from pdserve.bench.report import Report, Row, print_report, without_goals, write_json
+from pdserve.bench.report import Report, Row, check_json, print_report, without_goals, write_json
 from pdserve.core.config import build_parser, from_namespace
 from pdserve.core.errors import PdserveError
 
@@ -54,6 +54,7 @@ def main(argv: Sequence[str]) -> int:
     parser = build_parser("pdserve bench handoff", DESCRIPTION, sections)
     (config,) = from_namespace(sections, parser.parse_args(argv))
     planes = chosen_planes(config.planes)
+    check_json(config.json)
     progress = Console(stderr=True)
 
     def say(text: str) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdserve.bench.kernels_args import KernelsConfig
-from pdserve.bench.report import Report, Row, print_report, write_json
+from pdserve.bench.report import Report, Row, check_json, print_report, write_json
 from pdserve.core.config import build_parser, from_namespace
 from pdserve.core.errors import ConfigError
 
@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs `pdserve bench kernels`; returns the exit status."""
     sections = {"Comparison": KernelsConfig}
     (config,) = from_namespace(sections, build_parser("pdserve bench kernels", DESCRIPTION, sections).parse_args(argv))
+    check_json(config.json)
     progress = Console(stderr=True)
     timed, notes = measure(config, progress)
     console = Console() if sys.stdout.isatty() else Console(width=140)

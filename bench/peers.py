@@ -23,7 +23,7 @@ from pdserve.bench.peers_measure import Conditions, Level, Run, run_system
 from pdserve.bench.peers_prepare import measure_limits, num_params, prepare
 from pdserve.bench.peers_process import sigterm_as_interrupt
 from pdserve.bench.peers_systems import Place, systems
-from pdserve.bench.report import Report, Row, print_report, without_goals, write_json
+from pdserve.bench.report import Report, Row, check_json, print_report, without_goals, write_json
 from pdserve.core.config import build_parser, from_namespace
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.model_store import resolve_model
@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     suites = chosen_suites(config, systems())
+    check_json(config.json)
     with sigterm_as_interrupt(), tempfile.TemporaryDirectory(prefix="pdserve-peers-") as scratch:
         model = resolve_model(config.model)
         place, unbuilt = prepare(config, model, suites, Path(scratch), say)

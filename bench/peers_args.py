@@ -21,8 +21,16 @@ class PeersConfig:
     """What is compared, and for how long."""
 
     model: str = option("SmolLM2-135M-Instruct", "a Llama model: the built-in one, a hub id or a local directory")
-    suite: str = option("peers", "peers: all systems; disaggregation: 4 streams, vLLM's and ours", choices=SUITES)
-    peers: str = option("all", "peers to compare with, separated by commas; none: pdserve alone")
+    suite: str = option(
+        "peers",
+        "peers: --peers and ours; disaggregation: 4 streams, vLLM's (where --peers has it) and ours",
+        choices=SUITES,
+    )
+    peers: str = option(
+        "all",
+        "peers to compare with, separated by commas: vllm, llamacpp-f32, llamacpp-q8_0, transformers-continuous, "
+        "transformers-static; all; none: pdserve alone",
+    )
     concurrency: str = option("1,8,16", "requests in flight, separated by commas")
     num_prompts: int = option(48, "requests at each concurrency", unit="requests", minimum=1)
     num_prompts_alone: int = option(8, "requests at concurrency 1", unit="requests", minimum=1)
@@ -98,6 +106,7 @@ def chosen_suites(config: PeersConfig, known: Mapping[str, System]) -> list[Suit
         found.append(Suite(name="peers", systems=chosen, levels=config.levels()))
     if config.suite in ("disaggregation", "both"):
         chosen = [known[name] for name in DISAGGREGATION_SYSTEMS] + [vllm_disaggregated()]
+        chosen = [s for s in chosen if s.environment is None or "vllm" in wanted]
         level = Level(concurrency=4, num_prompts=4) if config.quick else DISAGGREGATION_LEVEL
         found.append(Suite(name="disaggregation", systems=chosen, levels=(level,)))
     return found

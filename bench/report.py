@@ -83,6 +83,23 @@ def print_report(report: Report, console: Console) -> None:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 
 
+def check_json(path: str | None) -> None:
+    """Refuses a `--json` that could not be written, before anything is measured for it.
+
+    Raises:
+        ConfigError: Says why.
+    """
+    if path is None:
+        return
+    file = Path(path)
+    if file.is_dir():
+        raise ConfigError(f"--json {path}: it is a directory; name a file")
+    if not file.parent.is_dir():
+        raise ConfigError(f"--json {path}: there is no directory {file.parent}")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ConfigError(f"--json {path}: it cannot be written")
+
+
 def write_json(report: Report, path: Path) -> None:
     """Writes the report with what is needed to repeat it.
 

@@ -20,7 +20,7 @@ from pdserve.bench import workload
 from pdserve.bench.backends import Generation, OpenAIBackend, PdserveBackend
 from pdserve.bench.load import Backend, Outcome, run_load
 from pdserve.bench.metrics import MEANINGS, METRICS, summarize
-from pdserve.bench.report import Report, print_report, write_json
+from pdserve.bench.report import Report, check_json, print_report, write_json
 from pdserve.bench.serve_args import build_parser
 from pdserve.cli.arguments import router_addresses
 from pdserve.client import AsyncClient
@@ -46,6 +46,7 @@ class Options:
 def main(argv: Sequence[str]) -> int:
     """Runs the bench; returns 0 when at least one request succeeded, else 1."""
     args = build_parser().parse_args(argv)
+    check_json(args.json)
     options = _checked(args)
     console = Console(stderr=True)
     outcomes, notes = asyncio.run(_run(args, console))

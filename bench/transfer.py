@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pdserve.bench.report import Report, print_report, write_json
+from pdserve.bench.report import Report, check_json, print_report, write_json
 from pdserve.bench.transfer_args import INTEGRITIES, TransferConfig
 from pdserve.bench.transfer_elsewhere import Elsewhere
 from pdserve.bench.transfer_libraries import LIBRARIES
@@ -53,6 +53,7 @@ def main(argv: Sequence[str]) -> int:
         sections, build_parser("pdserve bench transfer", DESCRIPTION, sections).parse_args(argv)
     )
     planes = _planes(config.planes, files)
+    check_json(config.json)
     load_tls(files)
     progress = Console(stderr=True)
     say = partial(progress.print, markup=False, highlight=False)

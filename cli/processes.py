@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 from pdserve.core.errors import ConfigError, UnavailableError
@@ -39,6 +39,7 @@ class Child:
         log_path: Where its stderr goes; appended to.
         env: Extra environment.
         on_exit: Called once, from a watcher thread, when the process has ended.
+        without: Variables of our environment that it does not get.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Child:
         log_path: Path,
         env: Mapping[str, str] | None = None,
         on_exit: Callable[[Child], None] | None = None,
+        without: Collection[str] = (),
     ) -> None:
         self.name = name
         self.argv = list(argv)
@@ -64,7 +66,7 @@ class Child:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env={**os.environ, **(env or {})},
+                env={k: v for k, v in os.environ.items() if k not in without} | dict(env or {}),
                 start_new_session=True,
                 text=True,
             )

@@ -26,10 +26,11 @@ from pdserve.cli.processes import Child, service_command, stop_all, store_comman
 from pdserve.cli.progress import RichProgress
 from pdserve.cli.sample import run_sample
 from pdserve.client import PdserveError
-from pdserve.core.config import build_parser, check, flag_name, from_namespace, option
+from pdserve.core.config import ENV_PREFIX, build_parser, check, flag_name, from_namespace, option
 from pdserve.core.errors import ConfigError, UnavailableError
 from pdserve.core.kv_transfer_config import KvTransferConfig
-from pdserve.core.tls import TlsConfig, load_tls
+from pdserve.core.net import check_port_free
+from pdserve.core.tls import Tls, TlsConfig, load_tls
 from pdserve.engine.config import EngineConfig
 
 DESCRIPTION = """\
@@ -87,6 +88,8 @@ class UpConfig:
 
 
 SECTIONS = {"Launcher": UpConfig, "TLS": TlsConfig, "Engine of every worker": EngineConfig}
+_OURS = frozenset(ENV_PREFIX + f.name.upper() for cls in SECTIONS.values() for f in fields(cls))
+"""Variables that our options are read from. Children hear of them by flags: the router's port is no worker's."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -95,8 +98,16 @@ def main(argv: Sequence[str]) -> int:
     up, tls, engine = from_namespace(SECTIONS, parser.parse_args(argv))
     if up.prefill or up.decode:
         engine.check_hand_offs("--prefill 0 --decode 0 --mixed 1")
-    load_tls(tls)  # says what is wrong before anything starts
+    _check_planes(up, load_tls(tls))
     return Launcher(up, tls, engine, Console(highlight=False)).run()
+
+
+def _check_planes(up: UpConfig, tls: Tls | None) -> None:
+    """Says what each worker would say, before anything starts."""
+    if up.kv_transfer_config is not None:
+        from pdserve.kvtransfer.planes import check_planes
+
+        check_planes(KvTransferConfig.parse(up.kv_transfer_config).transports, tls)
 
 
 class Launcher:
@@ -154,7 +165,7 @@ class Launcher:
     def _start(self) -> None:
         data_dir = self._claim_data_dir()
         began = time.monotonic()
-        _check_port_free(self._up.host, self._up.port)
+        check_port_free(self._up.host, self._up.port)
         with RichProgress(self._console) as progress:
             with self._interrupted_by_signals():
                 model_dir = _resolve_model(self._engine, progress)
@@ -203,7 +214,7 @@ class Launcher:
         port = _free_port()
         log_path = (data_dir / "logs" / "store.log").absolute()
         command = store_command(port, data_dir / "store", log_path)
-        self._store = Child("store", command, log_path, on_exit=self._ended.put)
+        self._store = self._child("store", command, log_path)
         _wait_listening(self._store, port, 10.0)
         return f"redis://127.0.0.1:{port}/0"
 
@@ -216,12 +227,15 @@ class Launcher:
         engine = self._engine.for_prefill() if role == "prefill" else self._engine
         threads = engine.threads or threads_of(role, self._up, usable_cores())
         flags += _flags(replace(engine, threads=threads), but=("model", "served_model_name"))
-        return Child(name, service_command(command, *flags), self._logs / f"{name}.log", on_exit=self._ended.put)
+        return self._child(name, service_command(command, *flags), self._logs / f"{name}.log")
 
     def _start_router(self) -> Child:
         flags = [*self._common, *self._model_flags, "--host", self._up.host, "--port", str(self._up.port)]
         flags += ["--router-id", "router-0"]
-        return Child("router", service_command("router", *flags), self._logs / "router.log", on_exit=self._ended.put)
+        return self._child("router", service_command("router", *flags), self._logs / "router.log")
+
+    def _child(self, name: str, argv: Sequence[str], log_path: Path) -> Child:
+        return Child(name, argv, log_path, on_exit=self._ended.put, without=_OURS)
 
     # ---- stay up ----------------------------------------------------------------------------------------------------
 
@@ -236,7 +250,7 @@ class Launcher:
                 raise UnavailableError(f"{child.name} ended; see {child.log_path}", reason="CHILD_ENDED")
             self._restarts += 1
             self._console.print(f"starting {child.name} again ...")
-            fresh = Child(child.name, child.argv, child.log_path, on_exit=self._ended.put)
+            fresh = self._child(child.name, child.argv, child.log_path)
             if child is self._store:
                 self._store = fresh
                 continue
@@ -359,15 +373,6 @@ def _free_port() -> int:
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         return int(s.getsockname()[1])
-
-
-def _check_port_free(host: str, port: int) -> None:
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            s.bind((host, port))
-        except OSError as e:
-            raise ConfigError(f"cannot listen on {host}:{port}: {e.strerror}; choose another with --port") from e
 
 
 def _wait_listening(store: Child, port: int, timeout_s: float) -> None:

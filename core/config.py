@@ -47,6 +47,9 @@ class Parser(argparse.ArgumentParser):
         known = list(self._option_string_actions)
         flags = [f for f in re.findall(r"--[\w-]+", message) if f not in known]
         close = [c for f in flags for c in difflib.get_close_matches(f, known, n=1)]
+        words = message.removeprefix("unrecognized arguments: ")
+        if words != message and not words.startswith("-") and "--model" in known:
+            close = [f"--model {words.split()[0]}"]
         hint = f"did you mean {' '.join(close)}? " if close else ""
         self.exit(2, f"{self.prog}: {message}\n{hint}Try '{self.prog} --help'.\n")
 

@@ -92,7 +92,8 @@ class KvTransferConfig:
             text: A JSON object or the path of a file with one; None: the defaults.
 
         Raises:
-            ConfigError: It cannot be read, or has an unknown key or a value out of range.
+            ConfigError: It cannot be read, has an unknown key or a value out of range, or options of a plane that it
+                does not name.
         """
         if text is None:
             return cls()
@@ -104,12 +105,15 @@ class KvTransferConfig:
         pages = raw.get("max_quarantined_pages")
         if not (pages is None or type(pages) is int):
             raise ConfigError(f"{FLAG}: max_quarantined_pages is {json.dumps(pages)}; it must be a number of pages")
-        return cls(
+        config = cls(
             transports=tuple(transports),
             max_quarantined_pages=pages,
             nixl=_options(NixlOptions, raw.get("nixl"), "nixl"),
             mooncake=_options(MooncakeOptions, raw.get("mooncake"), "mooncake"),
         )
+        if idle := [name for name in ON_REQUEST if raw.get(name) and name not in transports]:
+            raise ConfigError(f"{FLAG}: {idle[0]} has options, but transports is {transports}; name it there")
+        return config
 
 
 def _options(cls: type[Options], raw: Any, name: str) -> Options:

@@ -36,7 +36,7 @@ class DecodeWorker(EngineWorker):
 
     async def start(self, context: WorkerContext) -> tuple[DecodeService, LoadedWorker]:
         """See `WorkerService`. Ended in reverse: transfers (fence), engine and its events, pages."""
-        planes.check_installed(context.worker.kv_transfer.transports)
+        planes.check_planes(context.worker.kv_transfer.transports, context.tls)
         built = await in_own_thread(build_engine, self._config, KvPool)
         pool = built.pool_memory
         assert isinstance(pool, KvPool)

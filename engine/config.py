@@ -151,7 +151,7 @@ class EngineConfig:
     )
     threads: int | None = option(
         None,
-        "CPU threads of the model; default: 1 (with pdserve up: the cores, shared evenly among the workers)",
+        "CPU threads of the model; default: 1 (with pdserve up: the cores, divided among the workers of a role)",
         unit="threads",
         minimum=1,
         maximum=MAX_THREADS,

@@ -35,8 +35,19 @@ def check_encryption(transports: Iterable[str], tls: Tls | None) -> None:
         raise ConfigError(f"--require-tls: {names} would send pages in the clear; take it out of --kv-transfer-config")
 
 
+def check_planes(transports: Iterable[str], tls: Tls | None) -> None:
+    """Refuses planes that cannot be had here: asked before a model is loaded for nothing.
+
+    Raises:
+        ConfigError: Names them, or says how to install what is missing.
+    """
+    names = tuple(transports)
+    check_encryption(names, tls)
+    check_installed(names)
+
+
 def check_installed(transports: Iterable[str]) -> None:
-    """Refuses planes whose library is not there: asked before a model is loaded for nothing.
+    """Refuses planes whose library is not there.
 
     Raises:
         ConfigError: Says how to install it.

@@ -29,7 +29,7 @@ class PrefillWorker(EngineWorker):
 
     async def start(self, context: WorkerContext) -> tuple[PrefillService, LoadedWorker]:
         """See `WorkerService`. Ended in reverse: sweep, transfers (fence), engine and its events, sources, pages."""
-        planes.check_installed(context.worker.kv_transfer.transports)
+        planes.check_planes(context.worker.kv_transfer.transports, context.tls)
         built = await in_own_thread(build_engine, self._config, KvPool)
         pool = built.pool_memory
         assert isinstance(pool, KvPool)

@@ -44,6 +44,6 @@ class RouterConfig:
         check(self)
         if self.worker_timeout_s < 2 * self.heartbeat_s:
             raise ConfigError(
-                f"worker_timeout_s is {self.worker_timeout_s:g} and heartbeat_s {self.heartbeat_s:g}: give a worker "
-                "time for two signs of life at least"
+                f"--worker-timeout-s is {self.worker_timeout_s:g} and --heartbeat-s {self.heartbeat_s:g}: give a "
+                "worker time for two signs of life at least"
             )

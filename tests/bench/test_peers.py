@@ -294,6 +294,8 @@ def test_suites_hold_what_the_flags_ask_for() -> None:
     assert [(x.concurrency, x.num_prompts) for x in both[0].levels] == [(1, 8), (8, 48), (16, 48)]
     alone = chosen_suites(PeersConfig(peers="none"), systems())
     assert [s for s in alone[0].systems if s.environment] == []
+    ours = chosen_suites(PeersConfig(peers="none", suite="disaggregation"), systems())
+    assert [s.name for s in ours[0].systems] == ["pdserve-pd", "pdserve-mixed"]
 
 
 def test_systems_get_the_same_limits_and_cores(tmp_path: Path) -> None:

@@ -67,6 +67,10 @@ def test_each_command_explains_itself(words: list[str], capsys: pytest.CaptureFi
             "--tls-cert-file /no: No such",
         ),
         (["decode", "--role", "mixed", "--batch-size", "8"], "--batch-size is 8"),
+        (["fetch-model", "org/name"], "did you mean --model org/name?"),
+        (["router", "--worker-timeout-s", "1"], "--worker-timeout-s is 1 and --heartbeat-s 1"),
+        (["bench", "transfer", "--json", "/no/such/x.json"], "--json /no/such/x.json: there is no directory /no/such"),
+        (["bench", "peers", "--json", "/tmp"], "--json /tmp: it is a directory"),
         (["bench", "engine", "interference", "--quick", "--num-decodes", "4"], "--num-decodes is 4"),
     ],
 )

@@ -28,6 +28,7 @@ def test_text_and_file_say_the_same(tmp_path: Path) -> None:
         ('{"nixl": {"ucx_tls": 1}}', 'nixl is {"ucx_tls": 1}; it must be an object of texts'),
         ('{"mooncake": {"protocol": "pigeon"}}', "mooncake: protocol is 'pigeon'"),
         ('{"mooncake": {"protocol": "rdma"}}', "mooncake: protocol rdma needs host"),
+        ('{"nixl": {"ucx_tls": "rc"}}', "nixl has options, but transports is ['shm', 'tcp']"),
         ('{"max_quarantined_pages": -1}', "max_quarantined_pages is -1"),
         ('{"max_quarantined_pages": true}', "max_quarantined_pages is true"),
         ('{"transports": ["tcp", "pigeon"]}', "transports names 'pigeon'"),

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from tests.support.redis_server import free_port
 class Up:
     """A running `pdserve up` with its output so far."""
 
-    def __init__(self, directory: Path, *flags: str) -> None:
+    def __init__(self, directory: Path, *flags: str, environ: Mapping[str, str] | None = None) -> None:
         argv = service_command("up", "--port", "0", "--data-dir", str(directory), *flags)
         self.lines: list[str] = []
         self.process = subprocess.Popen(
@@ -31,7 +32,7 @@ class Up:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "COLUMNS": "200"},
+            env={**os.environ, "COLUMNS": "200", **(environ or {})},
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -62,7 +63,8 @@ class Up:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_answers_and_drains(tmp_path: Path, number: signal.Signals) -> None:
-    up = Up(tmp_path, "--runner", "fake")
+    # Options of the environment are the launcher's: were this port each worker's too, the second could not start.
+    up = Up(tmp_path, "--runner", "fake", environ={"PDSERVE_PORT": str(free_port())})
     try:
         up.wait_for("Ctrl-C drains")
         for word in ("SERVING", "queue", "prefill", "transfer", "hand-off gap", "decode", "TTFT", "TPOT", "hidden"):

@@ -60,7 +60,17 @@ def test_a_library_that_is_not_there_is_told_before_the_model_is_loaded(
     name: str, make_worker: type[EngineWorker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    context: Any = SimpleNamespace(worker=WorkerConfig(kv_transfer_config=f'{{"transports": ["{name}"]}}'))
+    context: Any = SimpleNamespace(worker=WorkerConfig(kv_transfer_config=f'{{"transports": ["{name}"]}}'), tls=None)
     worker: Any = make_worker
     with pytest.raises(ConfigError, match=rf"transport {name} needs the package .*\[server,{name}\]"):
+        run(worker(EngineConfig(model="/no/such/model")).start(context))
+
+
+@pytest.mark.parametrize("make_worker", [PrefillWorker, DecodeWorker])
+def test_a_plane_in_the_clear_is_refused_before_the_model_is_loaded(make_worker: type[EngineWorker]) -> None:
+    context: Any = SimpleNamespace(
+        worker=WorkerConfig(kv_transfer_config='{"transports": ["nixl", "tcp"]}'), tls=SimpleNamespace(required=True)
+    )
+    worker: Any = make_worker
+    with pytest.raises(ConfigError, match="--require-tls: nixl would send pages in the clear"):
         run(worker(EngineConfig(model="/no/such/model")).start(context))
