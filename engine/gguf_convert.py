@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,7 @@ _KNOWN_KEYS = {
     *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon"),
     *("attention.key_length", "attention.value_length", "rope.freq_base", "rope.dimension_count"),
     *("rope.scaling.type", "rope.scaling.factor", "rope.scaling.original_context_length", "rope.scaling.finetuned"),
+    "attention.causal",
 }
 _Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -74,6 +75,16 @@ _FAMILIES = {
 }
 
 
+class _Reader(GGUFReader):
+    """Refuses to read past the end of the file, where the library goes on with nothing."""
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> _Array:
+        found: _Array = super()._get(offset, dtype, count, override_order)
+        if len(found) < count:
+            raise ValueError("it ends early")
+        return found
+
+
 def convert(gguf_path: Path, directory: Path) -> None:
     """Writes config, weights (fp32 safetensors) and tokenizer of a GGUF file.
 
@@ -85,9 +96,9 @@ def convert(gguf_path: Path, directory: Path) -> None:
         Refused: The file holds what is not known here, or is damaged.
     """
     try:
-        reader = GGUFReader(gguf_path)
+        reader = _Reader(gguf_path)
         meta = {key: field.contents() for key, field in reader.fields.items()}
-    except (ValueError, IndexError, OverflowError) as e:  # the library counts on what the file says of itself
+    except (ValueError, IndexError, KeyError, OverflowError) as e:  # the library counts on what the file says of itself
         raise Refused(f"it is damaged or not whole ({e}); copy it again") from e
     kind = meta.get("general.architecture")
     if kind not in _FAMILIES:
@@ -95,6 +106,7 @@ def convert(gguf_path: Path, directory: Path) -> None:
     if meta.get("split.count", 0) > 1:
         raise Refused(f"it is one of {meta['split.count']} parts; join them with llama.cpp's llama-gguf-split --merge")
     family = _FAMILIES[kind]
+    _check_apart(reader.tensors)
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     names = {name: _weight_name(name, family) for name in tensors if name != _ROPE_FACTORS}
     config = _config(kind, family, meta, tensors)
@@ -109,6 +121,15 @@ def convert(gguf_path: Path, directory: Path) -> None:
         _write(directory / name, value)
     if (template := meta.get("tokenizer.chat_template")) is not None:
         (directory / "chat_template.jinja").write_text(template)
+
+
+def _check_apart(tensors: Iterable[Any]) -> None:
+    """No tensor is read where another one lies."""
+    end = 0
+    for tensor in sorted(tensors, key=lambda tensor: int(tensor.data_offset)):
+        if tensor.data_offset < end:
+            raise Refused(f"it is damaged (its tensor {tensor.name} lies within another one); copy it again")
+        end = int(tensor.data_offset) + int(tensor.n_bytes)
 
 
 def _write_weights(
@@ -166,6 +187,8 @@ def _config(kind: str, family: _Family, meta: Mapping[str, Any], tensors: Mappin
     own = {key.removeprefix(f"{kind}."): value for key, value in meta.items() if key.startswith(f"{kind}.")}
     if unknown := sorted(key for key, value in own.items() if key not in _KNOWN_KEYS and value not in (0, False)):
         raise Refused(f"it says {kind}.{unknown[0]}, whose meaning is not known here")
+    if not own.get("attention.causal", True):
+        raise Refused(f"its {kind}.attention.causal is false; its tokens see those after them, too")
     hidden, num_heads = _count(kind, own, "embedding_length"), _count(kind, own, "attention.head_count")
     head_dim = own.get("attention.key_length", hidden // num_heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -205,13 +228,18 @@ def _count(kind: str, own: Mapping[str, Any], key: str, default: int | None = No
 
 
 def _rope(kind: str, own: Mapping[str, Any], tensors: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    theta, scaling = own.get("rope.freq_base", 10_000.0), own.get("rope.scaling.type", "none")
+    # Without a type, llama.cpp takes a factor for that of a linear scaling.
+    factor = own.get("rope.scaling.factor", 0)
+    theta = own.get("rope.freq_base", 10_000.0)
+    scaling = own.get("rope.scaling.type", "none" if factor in (0, 1) else "linear")
+    if scaling not in ("none", "linear"):
+        raise Refused(f"its {kind}.rope.scaling.type is {scaling!r}; none and linear are converted")
     if _ROPE_FACTORS in tensors:
+        if scaling == "linear" and factor not in (0, 1):
+            raise Refused(f"it has both {_ROPE_FACTORS} and a {kind}.rope.scaling.factor of {factor}")
         return _stretched(np.asarray(tensors[_ROPE_FACTORS].data, dtype=np.float64), theta, head_dim)
     if scaling == "linear":
         return {"rope_theta": theta, "rope_type": "linear", "factor": own["rope.scaling.factor"]}
-    if scaling != "none":
-        raise Refused(f"its {kind}.rope.scaling.type is {scaling!r}; none and linear are converted")
     return {"rope_theta": theta, "rope_type": "default"}
 
 

@@ -23,11 +23,12 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.hashing import identity_digest
 from pdserve.core.layout import DTYPE_BYTES, KVLayout, LayerGroup
 from pdserve.engine import attention
-from pdserve.engine.model_check import check_answers, check_windows, fact, record_layers, refuse
+from pdserve.engine.model_check import check_answers, check_finite, check_windows, fact, record_layers, refuse
 from pdserve.engine.model_store import weights_digest
+from pdserve.engine.models.headers import check_sources
 from pdserve.engine.models.lean import LeanModel
-from pdserve.engine.models.linear import MakeLinear, linear_maker, replace_linears
-from pdserve.engine.models.spec import NotLean, read_eos, read_spec
+from pdserve.engine.models.linear import MakeLinear, count_weights, linear_maker, replace_linears
+from pdserve.engine.models.spec import NotLean, check_depth, read_eos, read_json, read_spec
 from pdserve.engine.models.weights import WeightFiles
 from pdserve.engine.progress import Progress, SilentProgress
 
@@ -130,6 +131,9 @@ def load_model(
     if dtype == "auto":
         dtype = "float32" if where.type == "cpu" else "bfloat16"
     assert dtype in DTYPE_BYTES, dtype
+    config = read_json(directory / "config.json")
+    check_depth(config)
+    check_sources(directory, config)
     digest = weights_digest(directory, progress)
     progress.begin("loading the model")
     make = linear_maker(quantization)
@@ -140,7 +144,23 @@ def load_model(
         loaded = _load_transformers(directory, dtype, where, digest, make if packs else None)
     _return_freed_memory()
     progress.end()
-    return loaded if quantization is None else replace(loaded, identity=loaded.identity | {"weights_as": quantization})
+    if quantization is None:
+        return loaded
+    _warn_of_plain(loaded.model)
+    return replace(loaded, identity=loaded.identity | {"weights_as": quantization})
+
+
+def _warn_of_plain(model: Any) -> None:
+    """Says that a part of a transformers model is not in 8 bits: it is computed otherwise than by torch's linears."""
+    if isinstance(model, LeanModel):
+        return
+    plain, packed = count_weights(model)
+    if 10 * plain > packed:
+        _log.warning(
+            "--quantization int8 reaches %d million of this model's weights; %d million, which are no plain linears, "
+            "stay float32",
+            *(round(packed / 1e6), round(plain / 1e6)),
+        )
 
 
 def _try_lean(
@@ -159,7 +179,7 @@ def _try_lean(
             raise ConfigError(f"--model-impl is 'lean', but {directory.name} cannot be served so: {e}") from e
         _log.info("transformers' modules serve %s: %s", directory.name, e)
         return None
-    return LoadedModel(
+    loaded = LoadedModel(
         model=model,
         dtype=dtype,
         kv_shapes=((spec.num_kv_heads, spec.head_dim, spec.head_dim),) * spec.num_layers,
@@ -168,6 +188,8 @@ def _try_lean(
         eos_token_ids=spec.eos_token_ids,
         identity=_identity({name: spec.facts.get(name) for name in _IDENTITY_CONFIG}, digest),
     )
+    check_finite(model, spec, loaded.layout)
+    return loaded
 
 
 def _return_freed_memory() -> None:
@@ -185,10 +207,17 @@ def _load_transformers(
     transformers.utils.logging.disable_progress_bar()
     try:
         model, found = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=getattr(torch, dtype), local_files_only=True, output_loading_info=True
+            directory,
+            dtype=getattr(torch, dtype),
+            local_files_only=True,
+            output_loading_info=True,
+            use_safetensors=True,  # others are not in the digest
+            trust_remote_code=False,  # else it asks on standard input whether to run what lies in the directory
         )
     except (*_LOAD_ERRORS, SafetensorError, StrictDataclassError) as e:
         what = " ".join(str(e).split())[:300] or type(e).__name__
+        if "trust_remote_code" in str(e):
+            what = "transformers does not know its architecture, and code that lies beside a model is not run"
         raise ConfigError(f"cannot load the model in {directory}: {what}") from e
     _check_types(directory, model.config)
     _check_weights(directory, found)

@@ -110,6 +110,21 @@ def check_answers(model: Any, config: Any, layout_of: Callable[[int], KVLayout])
         )
 
 
+def check_finite(model: Any, config: Any, layout_of: Callable[[int], KVLayout]) -> None:
+    """Refuses weights of which no answer can come: every request would fail, one after the other.
+
+    Args:
+        model: A `LeanModel`.
+        config: Has its `vocab_size`.
+        layout_of: Layout of the model's KV by page size.
+
+    Raises:
+        ConfigError: Its logits are not finite.
+    """
+    if not _paged_logits(model, _tokens(config, model.device), layout_of(_PAGE_SIZE)).isfinite().all():
+        raise ConfigError("the model's logits are not finite: its weights are damaged", reason="CORRUPT_MODEL")
+
+
 def _tokens(config: Any, device: torch.device) -> Tensor:
     """`[2, _NUM_TOKENS]`, all different and far apart where the vocabulary allows."""
     ids = torch.arange(2 * _NUM_TOKENS, dtype=torch.int64) * 7919 + 11

@@ -62,7 +62,7 @@ def read_header(path: Path, file: io.BufferedReader, others: Collection[str] = (
         if known := sorted(name for name in entries if name in others):
             raise ValueError(f"{known[0]} is also in another file")
         _check_whole(entries, 8 + size, path.stat().st_size)
-    except (struct.error, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ConfigError(f"cannot load the model: {path}: {e}; copy it again", reason="CORRUPT_MODEL") from e
     return entries
 
@@ -91,6 +91,31 @@ def check_files(directory: Path) -> None:
     if missing := sorted(set(named) - found):
         where = f"{missing[0]}, which should be in {named[missing[0]]}"
         raise ConfigError(f"{directory} lacks {len(missing)} weights, such as {where}", reason="CORRUPT_MODEL")
+
+
+def check_sources(directory: Path, config: Mapping[str, Any]) -> None:
+    """Refuses weights that transformers would read and `weights_digest` does not cover: workers with others would pass
+    for equal.
+
+    Args:
+        directory: A model directory.
+        config: Contents of its `config.json`.
+
+    Raises:
+        ConfigError: An index or the configuration names a file elsewhere or of another kind.
+    """
+    named = [config["transformers_weights"]] if config.get("transformers_weights") is not None else []
+    for index in sorted(directory.glob("*.safetensors.index.json")):
+        files = read_json(index).get("weight_map")
+        named += list(files.values()) if isinstance(files, dict) else []
+    for file in named:
+        if not (
+            isinstance(file, str) and "/" not in file and file.endswith((".safetensors", ".safetensors.index.json"))
+        ):
+            raise ConfigError(
+                f"{directory} names {file!r:.200} as a file of weights; it must be a *.safetensors there",
+                reason="CORRUPT_MODEL",
+            )
 
 
 def _entry(file: io.BufferedReader, data_at: int, name: str, told: dict[str, Any]) -> Entry:

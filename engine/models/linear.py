@@ -105,3 +105,18 @@ def replace_linears(model: Any, make: MakeLinear) -> None:
 def _replace_linear(parent: nn.Module, name: str, make: MakeLinear) -> None:
     like: nn.Linear = getattr(parent, name)
     setattr(parent, name, _LinearModule(make(like.weight.detach(), like.bias), like))
+
+
+def count_weights(model: Any) -> tuple[int, int]:
+    """Weights that other modules than ours multiply, and those of ours; norms, biases and embeddings not counted.
+
+    Args:
+        model: A module after `replace_linears`.
+    """
+    plain = packed = 0
+    for module in model.modules():
+        if isinstance(module, _LinearModule):
+            packed += module.in_features * module.out_features
+        elif not isinstance(module, nn.Embedding):
+            plain += sum(p.numel() for p in module.parameters(recurse=False) if p.dim() > 1)
+    return plain, packed

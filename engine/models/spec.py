@@ -105,7 +105,7 @@ _IN_ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}
 _WITHOUT_EFFECT = {
     *("architectures", "model_type", "transformers_version", "torch_dtype", "dtype", "use_cache", "_name_or_path"),
     *("pad_token_id", "bos_token_id", "initializer_range", "attention_dropout", "pretraining_tp"),
-    *("is_llama_config", "transformers.js_config"),
+    *("is_llama_config", "transformers.js_config", "rope_interleaved"),
 }
 _IDENTITY_FACTS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim")
 _SIZES = (
@@ -119,6 +119,8 @@ _SIZES = (
     ),
     *("max_position_embeddings",),
 )
+_MOST_LAYERS = 10_000
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window", "rope_interleaved")
 
 
 def read_spec(directory: Path) -> LeanSpec:
@@ -150,6 +152,8 @@ def _spec(kind: str, config: dict[str, Any], generation: dict[str, Any]) -> Lean
         config["head_dim"] = head_dim
     if config["hidden_act"] != "silu":
         raise NotLean(f"its activation is {config['hidden_act']!r}, not silu")
+    if config.get("rope_interleaved"):
+        raise NotLean("its rotation pairs neighbours")
     if config.get("mlp_bias"):
         raise NotLean("its MLP has biases")
     if head_dim % 2:
@@ -192,6 +196,9 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
         )
     if not _is_positive(config["rms_norm_eps"]):
         raise NotLean(f"its rms_norm_eps is {config['rms_norm_eps']!r}")
+    for name in _SWITCHES:
+        if not isinstance(config.get(name), bool | None):
+            raise NotLean(f"its {name} is {config[name]!r}")
 
 
 def _is_positive(value: object) -> bool:
@@ -208,10 +215,13 @@ def _windows(kind: str, config: dict[str, Any]) -> tuple[int | None, ...]:
     window = config["sliding_window"] = config["sliding_window"] if config["use_sliding_window"] else None
     if config["layer_types"] is None:
         first = num if window is None else config["max_window_layers"]
+        if type(first) is not int:
+            raise NotLean(f"its max_window_layers is {first!r}")
         config["layer_types"] = ["sliding_attention" if i >= first else "full_attention" for i in range(num)]
     types = config["layer_types"]
-    if len(types) != num or not set(types) <= {"full_attention", "sliding_attention"}:
-        raise NotLean(f"its {num} layers are {types}")
+    known = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != num or not all(one in known for one in types):
+        raise NotLean(f"its {num} layers with a window of {window} are {types!r:.200}")
     return tuple(window if one == "sliding_attention" else None for one in types)
 
 
@@ -259,8 +269,26 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{path} cannot be read: {e}; copy it again", reason="CORRUPT_MODEL") from e
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} is not a JSON object; copy it again", reason="CORRUPT_MODEL")
     return raw
+
+
+def check_depth(config: Mapping[str, Any]) -> None:
+    """Refuses a number of layers that no model has, before somebody begins to make them.
+
+    Args:
+        config: Contents of `config.json`.
+
+    Raises:
+        ConfigError: There are too many.
+    """
+    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for name in ("num_hidden_layers", "num_layers", "n_layer"):
+            if isinstance(part.get(name), int | float) and part[name] > _MOST_LAYERS:
+                raise ConfigError(
+                    f"{name} in the model's configuration is {part[name]}; at most {_MOST_LAYERS} can be",
+                    reason="CORRUPT_MODEL",
+                )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -219,6 +220,14 @@ REFUSED: dict[str, tuple[Change, str]] = {
         lambda has: has.tensors.update({"rope_freqs.weight": np.asarray([1, 1, 2, 9], np.float32)}),
         "rope_freqs.weight are not",
     ),
+    "two ropes": (
+        lambda has: (
+            has.tensors.update({"rope_freqs.weight": np.ones(4, np.float32)}),
+            has.numbers.update({"rope.scaling.factor": 4.0}),
+        ),
+        "both rope_freqs.weight and a llama.rope.scaling.factor of 4",
+    ),
+    "not causal": (lambda has: has.numbers.update({"attention.causal": 0}), "attention.causal is false"),
     "sentencepiece": (lambda has: has.texts.update({"tokenizer.ggml.model": "llama"}), "ggml.model is 'llama'"),
     "split of text": (lambda has: has.texts.update({"tokenizer.ggml.pre": "tekken"}), "tokenizer.ggml.pre is 'tekken'"),
     "end of prompts": (lambda has: has.flags.update({"add_eos_token": True}), "add_eos_token is true"),
@@ -260,4 +269,40 @@ def test_a_file_that_is_not_whole_is_told_so(tmp_path: Path, share: float) -> No
     data = file.read_bytes()
     file.write_bytes(data[: 4 + int(share * len(data))])
     with pytest.raises(Refused, match="it is damaged or not whole"):
+        converted(file)
+
+
+def test_a_factor_without_a_type_is_a_linear_scaling(tmp_path: Path) -> None:
+    has = contents("llama", make_model(*MODELS["llama, tied, linear rope"][1:]))
+    del has.texts["llama.rope.scaling.type"]
+    directory = converted(write(tmp_path / "tiny.gguf", has))
+    rope = json.loads((directory / "config.json").read_text())["rope_parameters"]
+    assert rope == {"rope_theta": 3e4, "rope_type": "linear", "factor": 2.0}
+
+
+def endless(data: bytes) -> bytes:
+    """An array longer than the file."""
+    key = b"tokenizer.ggml.token_type"
+    kept = key + struct.pack("<IIQ", 9, 5, VOCAB_SIZE)
+    assert kept in data
+    return data.replace(kept, key + struct.pack("<IIQ", 9, 5, 1 << 40))
+
+
+def overlapping(data: bytes) -> bytes:
+    """A tensor in the place of the first one."""
+    name = b"blk.1.ffn_up.weight"
+    at = data.index(name) + len(name) + 4 + 2 * 8 + 4
+    return data[:at] + bytes(8) + data[at + 8 :]
+
+
+def repeated(data: bytes) -> bytes:
+    """A key that occurs twice."""
+    return data.replace(b"ggml.bos_token_id", b"ggml.eos_token_id")
+
+
+@pytest.mark.parametrize("damage", [endless, overlapping, repeated])
+def test_a_damaged_file_is_told_so(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    file = write(tmp_path / "tiny.gguf", contents("llama", make_model("LlamaConfig", {})))
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises(Refused, match="it is damaged"):
         converted(file)

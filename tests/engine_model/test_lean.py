@@ -284,3 +284,35 @@ def test_integers_are_no_weights(tmp_path: Path) -> None:
     save_file(weights, path, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"such as model\.layers\.1\.mlp\.up_proj\.weight, are quantized"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "changed", "why"),
+    [
+        ("LlamaConfig", {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'"),
+        ("LlamaConfig", {"attention_bias": 1}, "attention_bias is 1"),
+        ("LlamaConfig", {"rope_interleaved": True}, "rotation pairs neighbours"),
+        ("Qwen2Config", {"use_sliding_window": "no"}, "use_sliding_window is 'no'"),
+        ("Qwen2Config", {"layer_types": 3}, "3 layers .* are 3"),
+        ("Qwen2Config", {"layer_types": [["full_attention"]] * 3}, "3 layers .* are"),
+        ("Qwen2Config", {"layer_types": ["sliding_attention"] * 3}, "window of None are"),
+        (
+            "Qwen3Config",
+            {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": "1", "layer_types": None},
+            "max_window_layers is '1'",
+        ),
+    ],
+)
+def test_values_of_another_kind_are_named(config_class: str, changed: dict[str, Any], why: str, tmp_path: Path) -> None:
+    make_model(config_class, {"head_dim": ...} if config_class == "Qwen2Config" else {}).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ConfigError, match=f"--model-impl is 'lean', but .*{why}"):
+        load_model(tmp_path, impl="lean")
+
+
+def test_a_key_that_says_nothing_keeps_no_model_from_being_lean(tmp_path: Path) -> None:
+    make_model("LlamaConfig", {}).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_interleaved": False}))
+    assert isinstance(load_model(tmp_path).model, LeanModel)

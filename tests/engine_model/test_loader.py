@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
+import struct
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,93 @@ def test_of_what_is_not_used_only_layers_beyond_the_last_are_refused(unused: str
     own = ["model.embed_tokens.weight", "model.layers.0.mlp.experts.3.weight", "model.layers.1.mlp.experts.0.weight"]
     with pytest.raises(ConfigError, match="says 2 layers") if refused else contextlib.nullcontext():
         loader._check_unused(Path("m"), [unused], own, ahead)
+
+
+DEEP = "[" * 200_000 + "]" * 200_000
+
+
+def test_files_nested_beyond_reading_are_refused(tmp_path: Path) -> None:
+    make_model(*FAMILIES["llama"]).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(struct.pack("<Q", len(DEEP)) + DEEP.encode() + data)
+    with pytest.raises(ConfigError, match=r"cannot load the model: .*model\.safetensors"):
+        load_model(tmp_path)
+    path.write_bytes(data)
+    (tmp_path / "config.json").write_text(f'{{"model_type": "llama", "rope_scaling": {DEEP}}}')
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("impl", ["auto", "transformers"])
+@pytest.mark.parametrize("family", ["llama", "gpt2: learned positions"])
+def test_layers_without_number_are_refused_before_one_is_made(tmp_path: Path, family: str, impl: str) -> None:
+    make_model(*FAMILIES[family]).save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    name = "n_layer" if "n_layer" in config else "num_hidden_layers"
+    path.write_text(json.dumps({**config, name: 10**9}))
+    with pytest.raises(ConfigError, match=f"{name} .* is 1000000000; at most 10000"):
+        load_model(tmp_path, impl=impl)
+
+
+def test_code_beside_a_model_is_neither_run_nor_asked_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_model(*FAMILIES["llama"]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    mine = {"AutoConfig": "mine.Config", "AutoModelForCausalLM": "mine.Model"}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "model_type": "mine", "auto_map": mine}))
+    (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()")
+    asked: list[str] = []
+
+    def answer(question: str) -> str:
+        asked.append(question)
+        return "y"
+
+    monkeypatch.setattr("builtins.input", answer)
+    with pytest.raises(ConfigError, match="code that lies beside a model is not run"):
+        load_model(tmp_path)
+    assert not asked and not (tmp_path / "ran").exists()
+
+
+def test_weights_that_the_digest_does_not_cover_are_refused(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    index = sharded / "model.safetensors.index.json"
+    (sharded / "sub").mkdir()
+    shard.rename(sharded / "sub" / shard.name)
+    index.write_text(index.read_text().replace(shard.name, f"sub/{shard.name}"))
+    with pytest.raises(ConfigError, match=f"names 'sub/{shard.name}' as a file of weights"):
+        load_model(sharded)
+
+
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
+    model = make_model(*FAMILIES["llama"])
+    model.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError, match=r"no file named model\.safetensors"):
+        load_model(tmp_path)
+
+
+@pytest.mark.parametrize("impl", ["lean", "transformers"])
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("damage", [math.nan, math.inf])
+def test_weights_that_are_no_numbers_are_refused_at_load(
+    tmp_path: Path, impl: str, quantization: str | None, damage: float
+) -> None:
+    make_model(*FAMILIES["llama"]).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = damage
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"not finite|answers other than by itself"):
+        load_model(tmp_path, impl=impl, quantization=quantization)
+
+
+@pytest.mark.parametrize(("family", "warned"), [("gpt2: learned positions", True), ("gemma", False)])
+def test_weights_that_int8_does_not_reach_are_told(
+    tmp_path: Path, family: str, warned: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_model(*FAMILIES[family]).save_pretrained(tmp_path)
+    load_model(tmp_path, quantization="int8")
+    assert ("stay float32" in caplog.text) is warned
