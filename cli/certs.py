@@ -32,7 +32,9 @@ def main(argv: Sequence[str]) -> int:
     if not 1 <= args.days <= 3650:
         raise ConfigError(f"--days is {args.days}; it must be 1 to 3650")
     from pdserve.cli.authority import Authority  # needs the extra: not for --help
+    from pdserve.core.tls import check_peer_name
 
+    check_peer_name(args.tls_peer_name)
     directory = Path(args.directory)
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -54,8 +54,7 @@ class TlsConfig:
             raise ConfigError(f"--require-tls needs {', '.join(missing)}")
         if 0 < len(missing) < len(_FILES):
             raise ConfigError(f"TLS needs all of its files: {', '.join(missing)} is not set")
-        if not self.tls_peer_name:
-            raise ConfigError("--tls-peer-name is empty")
+        check_peer_name(self.tls_peer_name)
 
     @property
     def enabled(self) -> bool:
@@ -171,6 +170,27 @@ def load_tls(config: TlsConfig) -> Tls | None:
         ConfigError: As `Tls`.
     """
     return Tls(config) if config.enabled else None
+
+
+def check_peer_name(name: str) -> None:
+    """Refuses a name of members for which a certificate with another name would do.
+
+    Clients, gRPC and OpenSSL, take `*.example` for `pdserve.example`, and gRPC cannot be told not to. No wildcard
+    stands for a name without a dot.
+
+    Args:
+        name: As `--tls-peer-name`.
+
+    Raises:
+        ConfigError: Says which to take.
+    """
+    if not name:
+        raise ConfigError("--tls-peer-name is empty")
+    if "*" in name or "." in name:
+        raise ConfigError(
+            f"--tls-peer-name {name!r}: whoever has a wildcard certificate could pass; take a name without "
+            "a dot, as pdserve"
+        )
 
 
 def _server_configuration(identity: _Identity) -> grpc.ServerCertificateConfiguration:

@@ -49,4 +49,7 @@ def _turns_away(sock: socket.socket, tls: Tls) -> str | None:
             word, why = end.recv(1), "it closed the connection"
         except (ssl.SSLError, ConnectionError) as e:
             word, why = b"", getattr(e, "reason", None) or str(e)
-    return None if word else f"it refuses the certificate of this process (--tls-cert-file): {why}"
+    if word:
+        return None
+    check = "see that it has not expired, and that its authority is in --tls-ca-file there"
+    return f"it refuses the certificate of this process (--tls-cert-file): {why}; {check}"

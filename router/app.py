@@ -31,6 +31,7 @@ from pdserve.core.redis_client import open_redis
 from pdserve.core.registry import Registry
 from pdserve.core.telemetry import MetricsServer, RouterMetrics
 from pdserve.core.tls import TlsConfig, load_tls
+from pdserve.core.tls_refusal import refusal
 from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import Tracing
 from pdserve.router.config import RouterConfig, RouterServiceConfig
@@ -139,6 +140,7 @@ class RouterApp:
             worker_timeout_s=config.worker_timeout_s,
             open_channel=partial(open_channel, max_message_bytes=service.max_message_bytes, tls=tls),
             count_late=metrics.late_messages.inc,
+            refusal=partial(refusal, tls=tls),
         )
         connecting = await stack.enter_async_context(_background(connector.run()))
         await server.start()

@@ -45,6 +45,7 @@ class Connector:
         worker_timeout_s: A worker silent for this long is taken for dead.
         open_channel: Makes a gRPC channel to host:port.
         count_late: Called for each message that came for an ended attempt.
+        refusal: As for `GrpcWorkerClient`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Connector:
         worker_timeout_s: float,
         open_channel: Callable[[str], grpc.aio.Channel],
         count_late: Callable[[], None] = lambda: None,
+        refusal: Callable[[str], str | None] | None = None,
     ) -> None:
         self._workers = workers
         self._discovery = discovery
@@ -66,7 +68,7 @@ class Connector:
         self._heartbeat_s = heartbeat_s
         self._worker_timeout_s = worker_timeout_s
         self._open_channel = open_channel
-        self._count_late = count_late
+        self._count_late, self._refusal = count_late, refusal
         self._listed: dict[str, Listed] = {}
         self._news: dict[str, asyncio.Event] = {}  # of each worker that a keeper cares for
 
@@ -105,6 +107,7 @@ class Connector:
                 timeout_s=self._worker_timeout_s,
                 open_channel=self._open_channel,
                 count_late=self._count_late,
+                refusal=self._refusal,
             )
             try:
                 error = await client.run()

@@ -99,6 +99,8 @@ class GrpcWorkerClient:
         timeout_s: A worker silent for this long is taken for dead.
         open_channel: Makes a gRPC channel to host:port.
         count_late: Called for each message for an unknown or ended attempt, which is dropped.
+        refusal: Says why the TLS of a gRPC server at host:port refuses this process, or None; asked in a thread when a
+            worker ended a session before its Welcome without a reason. None: not asked.
 
     Attributes:
         was_open: True once Welcome was right.
@@ -116,6 +118,7 @@ class GrpcWorkerClient:
         timeout_s: float,
         open_channel: Callable[[str], grpc.aio.Channel],
         count_late: Callable[[], None] = lambda: None,
+        refusal: Callable[[str], str | None] | None = None,
     ) -> None:
         self.listed = listed
         self.worker_id = listed.worker_id
@@ -128,6 +131,7 @@ class GrpcWorkerClient:
         self._max_silent_ticks = max(1, round(timeout_s / heartbeat_s))
         self._open_channel = open_channel
         self._count_late = count_late
+        self._refusal = refusal
         self._attempts: dict[_Key, Inbox] = {}
         self._aborts: dict[_Key, asyncio.Future[bool]] = {}
         self._leases: set[str] = set()
@@ -213,7 +217,7 @@ class GrpcWorkerClient:
             except TimeoutError:
                 return self._cannot_connect(f"it did not answer within {CONNECT_TIMEOUT_S:g} s", "NO_SESSION")
             except grpc.aio.AioRpcError as e:
-                return self._broken(error_from_rpc(e))
+                return await self._why_broken(error_from_rpc(e))
             except asyncio.CancelledError:
                 me = asyncio.current_task()
                 asked = me is not None and me.cancelling() > 0  # else the ticker ended the call
@@ -320,9 +324,12 @@ class GrpcWorkerClient:
     def _died(self, how: str) -> UnavailableError:
         return UnavailableError(f"{self._who} {how}", reason="DRAINING" if self._draining else "WORKER_DIED")
 
-    def _broken(self, rpc: PdserveError) -> UnavailableError:
+    async def _why_broken(self, rpc: PdserveError) -> UnavailableError:
         if self.was_open:
             return self._died(f"is gone ({rpc.reason}: {rpc.message})")
+        ask = self._refusal if rpc.reason == UnavailableError.reason else None
+        if ask is not None and (why := await asyncio.to_thread(ask, self.listed.address)) is not None:
+            return self._cannot_connect(f"TLS_REFUSED: {why}", "TLS_REFUSED")
         hint = "; it has no TLS, or a certificate of another authority" if rpc.reason == "TLS_FAILED" else ""
         return self._cannot_connect(f"{rpc.reason}: {rpc.message}{hint}", rpc.reason)
 

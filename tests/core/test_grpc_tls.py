@@ -112,6 +112,51 @@ def test_servers_that_are_no_members_are_refused(tmp_path: Path, monkeypatch: py
     asyncio.run(main())
 
 
+def test_no_wildcard_stands_for_a_member(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to gRPC nor on the data plane; for names with a dot it would, so those are refused (test_tls.py)."""
+
+    def of(directory: str, shown: str) -> Tls:
+        return unproven(monkeypatch, member(tmp_path / directory, AUTHORITY, name=shown))
+
+    def says(client: Tls, server: Tls) -> str:
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.settimeout(10)
+        serving = server.accept(theirs)
+
+        def shake() -> None:
+            with suppress(OSError):
+                serving.do_handshake()
+
+        thread = threading.Thread(target=shake)
+        thread.start()
+        try:
+            with client.connect(ours) as end:
+                end.do_handshake()
+            return "SERVING"
+        except ssl.SSLCertVerificationError as e:
+            return e.verify_message
+        finally:
+            thread.join(10)
+            serving.close()
+
+    async def main() -> None:
+        good = of("good", "pdserve")
+        async with serving(good) as address:
+            assert await call(address, good) == "SERVING" == says(good, good)
+        for i, wild in enumerate(("*", "*serve", "p*", "*.*", "*.", "*.pdserve")):
+            liar = of(f"liar-{i}", wild)
+            assert "ismatch" in says(good, liar), wild
+            async with serving(liar) as address:
+                error = await call(address, good)
+                assert isinstance(error, PdserveError) and error.reason == "TLS_FAILED", f"{wild}: {error}"
+            async with serving(good) as address:
+                error = await call(address, liar)
+                assert isinstance(error, PdserveError) and error.reason == "NOT_A_MEMBER", f"{wild}: {error}"
+
+    asyncio.run(main())
+
+
 def test_a_rotation_goes_without_a_restart_and_without_a_cut(tmp_path: Path) -> None:
     """From one authority to another, over a set that trusts both; the channel that is open goes on throughout."""
 

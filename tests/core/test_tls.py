@@ -62,6 +62,8 @@ def test_without_files_there_is_no_tls() -> None:
         (["--tls-cert-file", "c"], ["--tls-key-file", "--tls-ca-file"]),
         (["--tls-ca-file", "c", "--tls-key-file", "k"], ["--tls-cert-file"]),
         (["--tls-peer-name", ""], ["--tls-peer-name"]),
+        (["--tls-peer-name", "*"], ["--tls-peer-name", "as pdserve"]),
+        (["--tls-peer-name", "pdserve.internal"], ["--tls-peer-name", "as pdserve"]),
     ],
 )
 def test_half_a_configuration_is_refused_by_name(words: list[str], named: list[str]) -> None:
@@ -245,6 +247,8 @@ def test_certs_command_makes_what_the_flags_take_and_keeps_its_authority(
     assert cli.main(["certs", str(directory)]) == 2
     assert "ca.key" in capsys.readouterr().err
     assert cli.main(["certs", str(directory), "--days", "0"]) == 2
+    assert cli.main(["certs", str(directory), "--tls-peer-name", "pdserve.corp.example"]) == 2
+    assert "--tls-peer-name" in capsys.readouterr().err
 
 
 def test_certs_keeps_its_keys_out_of_repositories_and_ignores_nothing_else(tmp_path: Path) -> None:
