@@ -12,6 +12,7 @@ import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -29,6 +30,7 @@ from pdserve.kvtransfer.checksums import PageChecksums, PageGeneration
 from pdserve.kvtransfer.control_messages import OUTCOMES, closed, manifest, reason_of
 from pdserve.kvtransfer.handoff import SourceTransfer, TransferState
 from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.stream_places import StreamPlaces
 from pdserve.kvtransfer.transport import PageSource
 from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
@@ -102,6 +104,7 @@ class TransferServer(rpc.KvTransferServicer):
         heartbeat_s: Time between signs of life to decode, seconds.
         hashers: See `PageChecksums`.
         host_id: See `negotiation.host_id`; empty: no plane within the host.
+        places: For control streams; None: as many as is usual.
         fail: Told when a task of the server failed: then a lease may never end, and the process must. None: logged.
     """
 
@@ -122,6 +125,7 @@ class TransferServer(rpc.KvTransferServicer):
         heartbeat_s: float = 1.0,
         hashers: Executor | None = None,
         host_id: str = "",
+        places: StreamPlaces | None = None,
         fail: Callable[[PdserveError], None] | None = None,
     ) -> None:
         self._sources, self._layout, self._clock = dict(sources), layout, clock
@@ -131,6 +135,7 @@ class TransferServer(rpc.KvTransferServicer):
         self._entries: dict[str, _Entry] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # the last ones, so that a late open is told why
         self._streams: set[_Stream] = set()
+        self._places = places or StreamPlaces()
         self._work, self._timer = Background(fail or _log_failure), Background(fail or _log_failure)
         self._checksums = PageChecksums(memory, integrity, hashers)
         self._stopping = asyncio.Event()
@@ -241,16 +246,27 @@ class TransferServer(rpc.KvTransferServicer):
     ) -> None:
         """See kvtransfer.proto."""
         await context.send_initial_metadata(())  # on its own: see `core.session`
-        hello = await self._read_hello(context)
-        try:
-            version = negotiation.version(hello.protocol_version)
-            transport = self._admit(hello)
-        except TransferError as e:
-            log.warning("decode worker %s is refused: %s: %s", hello.worker_id[:MAX_NAME_CHARS], e.reason, e.message)
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{e.reason}: {e.message}")
-        source = self._sources[transport]
-        stream = _Stream(hello.worker_id[:MAX_NAME_CHARS], transport, source, source.new_reader())
-        log.info("decode worker %s reads pages over %s", stream.peer, transport)
+        name = "(unknown)"
+        with ExitStack() as place:
+            try:
+                with self._places.mute():
+                    hello = await self._read_hello(context)
+                name = hello.worker_id[:MAX_NAME_CHARS]
+                place.enter_context(self._places.of(name, hello.incarnation[:MAX_NAME_CHARS]))
+                version = negotiation.version(hello.protocol_version)
+                transport = self._admit(hello)
+            except TransferError as e:
+                log.warning("decode worker %s is refused: %s: %s", name, e.reason, e.message)
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{e.reason}: {e.message}")
+            source = self._sources[transport]
+            stream = _Stream(name, transport, source, source.new_reader())
+            await self._serve(stream, context, version)
+
+    async def _serve(
+        self, stream: _Stream, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse], version: int
+    ) -> None:
+        """Speaks with a decode worker until either side ends it."""
+        log.info("decode worker %s reads pages over %s", stream.peer, stream.transport)
         self._streams.add(stream)
         writer = asyncio.create_task(self._write(stream, context, version))
         reader = asyncio.create_task(self._read(stream, context))
