@@ -7,6 +7,7 @@ engine's answer removes it from the table and answers the Aborts that wait.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,9 +25,20 @@ from pdserve.core.tokenizer import Tokenizer
 from pdserve.core.tracing import Tracing
 from pdserve.v1 import common_pb2, worker_pb2
 
+C = TypeVar("C")
+C_contra = TypeVar("C_contra", contravariant=True)
 
-class HasLoad(Protocol):
+
+class Driven(Protocol[C_contra]):
     """An engine, as far as it is needed here."""
+
+    def send(self, command: C_contra) -> None:
+        """Queues a command.
+
+        Raises:
+            EngineError: It has died.
+        """
+        ...
 
     def load(self) -> Load:
         """Load after the last step."""
@@ -97,16 +109,17 @@ class StreamParts:
     tracing: Tracing
 
 
-class StreamService(ABC, Generic[S, E]):
+class StreamService(ABC, Generic[S, E, C]):
     """`SessionHandler` of one role, with its table of live attempts. Event loop only.
 
     Args:
-        engine: For its load.
+        engine: For its load, and for commands.
         parts: The rest.
     """
 
-    def __init__(self, engine: HasLoad, parts: StreamParts) -> None:
-        self._engine_load, self._welcome, self._limits = engine.load, parts.welcome, parts.limits
+    def __init__(self, engine: Driven[C], parts: StreamParts) -> None:
+        self._engine_load, self._engine_send = engine.load, engine.send
+        self._welcome, self._limits = parts.welcome, parts.limits
         self._tokenizer, self._clock = parts.tokenizer, parts.clock
         self._metrics, self._tracing = parts.metrics, parts.tracing
         self._streams: StreamTable[S] = StreamTable()
@@ -186,3 +199,8 @@ class StreamService(ABC, Generic[S, E]):
         if not stream.ending:
             stream.ending = True
             self._fence(stream, reason)
+
+    def _tell(self, command: C) -> None:
+        """Sends what an engine that has died need not hear: `run` hears of that too, and ends every stream."""
+        with contextlib.suppress(EngineError):
+            self._engine_send(command)

@@ -63,7 +63,7 @@ class DecodeStream(Stream):
     living: set[str] = field(default_factory=set)
 
 
-class DecodeService(StreamService[DecodeStream, Event]):
+class DecodeService(StreamService[DecodeStream, Event, Command]):
     """SessionHandler of a decode or mixed worker.
 
     Args:
@@ -278,7 +278,3 @@ class DecodeService(StreamService[DecodeStream, Event]):
         if not stream.living:
             stream.answer_aborted(known or stream.output.num_choices > 1)
             self._streams.remove(stream)
-
-    def _tell(self, command: Command) -> None:
-        with contextlib.suppress(EngineError):  # `run` hears of it too, and ends every stream
-            self._engine.send(command)

@@ -66,12 +66,12 @@ class DecodeWorker(EngineWorker):
 async def _connect(context: WorkerContext, built: BuiltEngine, pool: KvPool, populator: Populator) -> TransferClient:
     """What pulls pages into the pool; the caller closes it."""
     worker, digest = context.worker, built.identity_digest
-    sinks = await in_own_thread(planes.make_sinks, worker, pool, digest, context.tls)
+    sinks = await planes.open_sinks(worker, pool, digest, context.tls)
     for name in sinks:
         context.metrics.kv_bytes.labels(name)  # shown from the start: rates begin at zero
 
     def make_sink(transport: str, memory: KvPool) -> PageSink:
-        return planes.make_sinks(worker, memory, digest, context.tls, [transport])[transport]
+        return planes.make_sink(worker, memory, digest, context.tls, transport)
 
     return TransferClient(
         worker_id=context.worker_id,

@@ -119,9 +119,15 @@ class Stages:
 
     @property
     def num_quarantined(self) -> int:
-        """Staging pages of failed pulls into which something may still write; callable from any thread."""
-        sinks = [stage.sink for stage, _ in list(self._stages.values())]
-        return sum(sink.num_quarantined for sink in sinks if isinstance(sink, QuarantiningSink))
+        """Staging pages of failed pulls into which something may still write; callable from any thread.
+
+        A stage that has no other left, as when its library broke, serves nobody: it counts as all of our pages.
+        """
+        total = 0
+        for stage, memory in list(self._stages.values()):
+            num = stage.sink.num_quarantined if isinstance(stage.sink, QuarantiningSink) else 0
+            total += num if num < memory.num_pages else max(num, self._pool.num_pages)
+        return total
 
     def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
         """See `QuarantiningSink`."""

@@ -219,6 +219,10 @@ class OneSidedSink:
         with self._lock:
             self._closing = True
             queued = (*self._waiting, *self._inbox)
+        _log.error(
+            "%s failed: pulls over it fail with SINK_FAILED, and this worker takes nothing new until it is restarted",
+            self._transport,
+        )
         error = TransferError(f"{self._transport} failed; the log has it", reason="SINK_FAILED")
         self._num_quarantined = self._memory.num_pages
         for pull in queued:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
+from pdserve.core.background import in_own_thread
 from pdserve.core.config import WorkerConfig
 from pdserve.core.errors import ConfigError
 from pdserve.core.net import advertised_address
@@ -112,13 +113,7 @@ def make_sources(
     return sources
 
 
-def make_sinks(
-    config: WorkerConfig,
-    pool: KvPool,
-    identity_digest: bytes,
-    tls: Tls | None,
-    names: Sequence[str] | None = None,
-) -> dict[str, PageSink]:
+def make_sink(config: WorkerConfig, pool: KvPool, identity_digest: bytes, tls: Tls | None, name: str) -> PageSink:
     """Makes what pulls into a pool.
 
     Args:
@@ -126,13 +121,13 @@ def make_sinks(
         pool: What is written.
         identity_digest: Sources must have the same.
         tls: As for `make_sources`.
-        names: Planes; None: those of the configuration.
+        name: The plane.
 
     Returns:
-        Sinks by plane, most wanted first; `TransferClient.close` closes them.
+        What the caller closes.
 
     Raises:
-        ConfigError: One cannot work here.
+        ConfigError: It cannot work here.
     """
     check_encryption(config.kv_transfer.transports, tls)
     idle_s, rate, moon = config.pull_idle_s, config.pull_min_rate * 1e6, config.kv_transfer.mooncake
@@ -149,7 +144,29 @@ def make_sinks(
             mooncake.MooncakeLibrary(pool, host=moon.host or "127.0.0.1", protocol=moon.protocol, devices=moon.devices),
         ),
     }
-    return {name: makers[name]() for name in names or config.kv_transfer.transports}
+    return makers[name]()
+
+
+async def open_sinks(
+    config: WorkerConfig, pool: KvPool, identity_digest: bytes, tls: Tls | None
+) -> dict[str, PageSink]:
+    """Makes a sink for each plane of the configuration, in threads.
+
+    Returns:
+        Sinks by plane, most wanted first; `TransferClient.close` closes them.
+
+    Raises:
+        ConfigError: As `make_sink`; those made before are closed.
+    """
+    sinks: dict[str, PageSink] = {}
+    try:
+        for name in config.kv_transfer.transports:
+            sinks[name] = await in_own_thread(make_sink, config, pool, identity_digest, tls, name)
+    except BaseException:
+        for sink in sinks.values():
+            await sink.close()
+        raise
+    return sinks
 
 
 def close_sources(sources: Mapping[str, PageSource]) -> None:

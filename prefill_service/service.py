@@ -14,7 +14,6 @@ Fence, then free: whatever ends a stream closes its transfer first; only `on_end
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -59,7 +58,7 @@ class PrefillStream(Stream):
     lease_until_s: float | None = None
 
 
-class PrefillService(StreamService[PrefillStream, Event]):
+class PrefillService(StreamService[PrefillStream, Event, Command]):
     """SessionHandler of a prefill worker, and owner of its leased pages.
 
     Args:
@@ -248,10 +247,6 @@ class PrefillService(StreamService[PrefillStream, Event]):
 
     def _fence(self, stream: PrefillStream, reason: str) -> None:
         self._transfers.close(stream.submit.transfer_id, reason)  # `on_ended` goes on
-
-    def _tell(self, command: Command) -> None:
-        with contextlib.suppress(EngineError):  # `run` hears of it too, and ends every stream
-            self._engine.send(command)
 
 
 def _num_known(stream: Stream) -> int:

@@ -379,7 +379,7 @@ def test_sources_that_are_not_used_any_more_are_forgotten(monkeypatch: pytest.Mo
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_library_that_breaks_fails_requests_and_frees_no_page() -> None:
+def test_a_library_that_breaks_fails_requests_and_frees_no_page(caplog: pytest.LogCaptureFixture) -> None:
     async def body() -> None:
         here, library, told = KvPool(SMALL, NUM_PAGES), ScriptedLibrary(), list[str]()
         sink = OneSidedSink(here, "scripted", library)
@@ -392,6 +392,7 @@ def test_a_library_that_breaks_fails_requests_and_frees_no_page() -> None:
         library.reads[0].poll = None  # type: ignore[assignment]  # calling it is not what a library may do
         await eventually(lambda: told == ["SINK_FAILED"])
         assert sink.num_quarantined == NUM_PAGES, "what else it writes nobody knows"
+        assert "takes nothing new until it is restarted" in caplog.text
         assert not pull.done()
         with pytest.raises(TransferError) as e:
             await sink.pull(address, b"", "t", page, [3])

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib.util
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
 from pdserve.core.config import WorkerConfig
 from pdserve.core.engine_worker import EngineWorker
-from pdserve.core.errors import ConfigError
+from pdserve.core.errors import ConfigError, TransferError
 from pdserve.decode_service.worker import DecodeWorker
 from pdserve.engine.config import EngineConfig
 from pdserve.kvtransfer import memfd, planes
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.shm import ShmPageSink
+from pdserve.kvtransfer.transport import SourcePageRef
 from pdserve.prefill_service.worker import PrefillWorker
 
 from .world import DIGEST, SMALL, run
@@ -32,12 +34,37 @@ def test_planes_come_in_the_order_asked(config: str | None) -> None:
     planes.close_sources(sources)
 
     async def body() -> None:
-        sinks = planes.make_sinks(worker, pool, DIGEST, None)
+        sinks = await planes.open_sinks(worker, pool, DIGEST, None)
         assert tuple(sinks) == worker.kv_transfer.transports
         for sink in sinks.values():
             await sink.close()
 
     run(body())
+    pool.close()
+
+
+def test_sinks_made_before_one_that_is_refused_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = list[ShmPageSink]()
+
+    def make_shm(*args: Any, **options: Any) -> ShmPageSink:
+        made.append(ShmPageSink(*args, **options))
+        return made[-1]
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError("no tcp today")
+
+    async def body() -> None:
+        with pytest.raises(ConfigError, match="no tcp today"):
+            await planes.open_sinks(WorkerConfig(), pool, DIGEST, None)
+        with pytest.raises(TransferError) as e:
+            await made[0].pull("", b"", "t", [SourcePageRef(0, 1, 1)], [0])
+        assert e.value.reason == "SINK_CLOSED"
+
+    monkeypatch.setattr(planes, "ShmPageSink", make_shm)
+    monkeypatch.setattr(planes, "TcpPageSink", refuse)
+    pool = KvPool(SMALL, 2)
+    run(body())
+    assert len(made) == 1
     pool.close()
 
 

@@ -315,21 +315,6 @@ def test_a_reservation_without_room_is_refused_with_retry_after() -> None:
     run(scenario, decode=engine_config(num_pages=256), worker=WorkerConfig(reserve_wait_s=0.05))
 
 
-def test_an_unopened_lease_expires_unless_renewed() -> None:
-    async def scenario(both: Pair) -> None:
-        await both.to_prefill.send(submit=both.submission("r", prompt_of(100)))
-        await until(lambda: len(both.to_prefill.of("r").token_ids) == 1, "token 1")
-        await both.to_prefill.send(renew_leases=worker_pb2.RenewLeases(transfer_ids=["t-r-1", "unknown"]))
-        await both.all_free()
-        await until(lambda: both.to_prefill.of("r").failed is not None, "the failure")  # on its way as pages are freed
-        failed = both.to_prefill.of("r").failed
-        assert failed is not None and failed.reason == "LEASE_EXPIRED"
-        assert both.prefill.metric("pdserve_worker_requests_total", reason="LEASE_EXPIRED") == 1
-        assert both.prefill.metric("pdserve_kv_leases_expired_total") == 1
-
-    run(scenario, worker=WorkerConfig(kv_lease_s=0.3))
-
-
 def test_a_prompt_whose_token_ends_the_request_waits_for_no_decode_worker() -> None:
     async def scenario(both: Pair) -> None:
         submission = both.submission("r", prompt_of(100), max_tokens=1)

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 
+from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import WorkerConfig
 from pdserve.core.errors import TransferError
 from pdserve.core.request import Role
 from pdserve.engine.fake import FakeRunner
 from pdserve.kvtransfer import planes
+from pdserve.kvtransfer.arrival import Stages
+from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.transport import Capabilities, PageSink, SourcePageRef
 from pdserve.v1 import common_pb2
+from tests.kvtransfer.world import SMALL
 from tests.services.test_pair import prompt_of, run
 from tests.services.world import Pair, pair, until
 
@@ -55,11 +60,11 @@ class HeldSink:
 def test_a_late_pull_fails_its_request_at_once_and_holds_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     sinks = list[HeldSink]()
 
-    def make_sinks(*_: object) -> dict[str, PageSink]:
+    async def open_sinks(*_: object) -> dict[str, PageSink]:
         sinks.append(HeldSink())
         return {"tcp": sinks[0]}
 
-    monkeypatch.setattr(planes, "make_sinks", make_sinks)
+    monkeypatch.setattr(planes, "open_sinks", open_sinks)
 
     async def scenario(both: Pair) -> None:
         await both.submit("r", prompt_of(100))
@@ -78,7 +83,11 @@ def test_a_late_pull_fails_its_request_at_once_and_holds_its_pages(monkeypatch: 
 
 def test_a_dead_engine_ends_the_process_though_a_pull_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     sink = HeldSink()
-    monkeypatch.setattr(planes, "make_sinks", lambda *_: {"tcp": sink})
+
+    async def open_sinks(*_: object) -> dict[str, PageSink]:
+        return {"tcp": sink}
+
+    monkeypatch.setattr(planes, "open_sinks", open_sinks)
 
     def explode(*_: object) -> None:
         raise ValueError("the device fell off")
@@ -93,5 +102,25 @@ def test_a_dead_engine_ends_the_process_though_a_pull_goes_on(monkeypatch: pytes
             assert both.decode.failures[0].reason == "ENGINE_FAILED"
             assert sink.num_quarantined > 0, "the pull had ended, and this shows nothing"
             sink.release.set()
+
+    asyncio.run(scenario())
+
+
+def test_a_stage_that_has_no_page_left_takes_the_worker_out() -> None:
+    """Its library broke: nothing of that layout comes in any more, though few pages are lost."""
+
+    async def scenario() -> None:
+        pool, theirs = KvPool(SMALL, 64), replace(SMALL, page_size=16)
+        sink, max_bytes = HeldSink(), 4 * theirs.page_bytes
+        stages = Stages(
+            pool, SMALL, lambda *_: sink, MonotonicClock(), converts=frozenset({"page_size"}), max_bytes=max_bytes
+        )
+        await stages.hold("tcp", theirs)
+        sink.num_quarantined = 3
+        assert stages.num_quarantined == 3
+        sink.num_quarantined = 4
+        assert stages.num_quarantined == 64
+        await stages.close()
+        pool.close()
 
     asyncio.run(scenario())

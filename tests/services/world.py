@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
 
-from pdserve.core.clock import MonotonicClock
+from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.config import ServiceConfig, WorkerConfig
 from pdserve.core.errors import PdserveError
 from pdserve.core.grpc_server import GrpcServer
@@ -64,9 +64,11 @@ async def until(condition: Callable[[], bool], what: str) -> None:
         raise AssertionError(f"waited {TIMEOUT_S:g} s for {what}") from None
 
 
-async def start_worker(role: Role, worker_id: str, engine: EngineConfig, config: WorkerConfig | None = None) -> Running:
-    """Starts one worker as `core.worker_app` does, without store and signals."""
-    clock, config, stack = MonotonicClock(), config or WorkerConfig(), AsyncExitStack()
+async def start_worker(
+    role: Role, worker_id: str, engine: EngineConfig, config: WorkerConfig | None = None, clock: Clock | None = None
+) -> Running:
+    """Starts one worker as `core.worker_app` does, without store and signals; `clock` is its service's."""
+    config, stack = config or WorkerConfig(), AsyncExitStack()
     registry, failures = CollectorRegistry(), list[PdserveError]()
     service = ServiceConfig()
     server = GrpcServer([SERVICE_NAME], max_message_bytes=service.max_message_bytes)
@@ -82,14 +84,14 @@ async def start_worker(role: Role, worker_id: str, engine: EngineConfig, config:
         address=address,
         service=service,
         worker=config,
-        clock=clock,
+        clock=clock or MonotonicClock(),
         metrics=WorkerMetrics(registry, role.value),
-        tracing=Tracing("test", worker_id, None, clock),
+        tracing=Tracing("test", worker_id, None, MonotonicClock()),
         server=server.server,
         fail=failures.append,
     )
     handler, _ = await worker.start(context)
-    sessions = SessionServer(handler, clock, heartbeat_s=0.2, metrics=context.metrics)
+    sessions = SessionServer(handler, MonotonicClock(), heartbeat_s=0.2, metrics=context.metrics)
     worker_pb2_grpc.add_WorkerServicer_to_server(sessions, server.server)  # type: ignore[no-untyped-call]
     stack.push_async_callback(sessions.close, 1.0)
     server.open()
@@ -270,10 +272,11 @@ async def pair(
     decode: EngineConfig | None = None,
     worker: WorkerConfig | None = None,
     decode_role: Role = Role.DECODE,
+    prefill_clock: Clock | None = None,
 ) -> AsyncIterator[Pair]:
     """Starts two workers and connects to both."""
     async with AsyncExitStack() as stack:
-        p = await start_worker(Role.PREFILL, "prefill-0", prefill or engine_config(), worker)
+        p = await start_worker(Role.PREFILL, "prefill-0", prefill or engine_config(), worker, prefill_clock)
         await stack.enter_async_context(p.stack)
         d = await start_worker(decode_role, "decode-0", decode or engine_config(), worker)
         await stack.enter_async_context(d.stack)
