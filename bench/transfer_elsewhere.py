@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import tempfile
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import xxhash
@@ -65,7 +67,9 @@ class BareMethod:
 
 
 class Elsewhere:
-    """A library's method in a process of its own.
+    """A library's method in a process of its own, which writes to a file what it would write to stderr.
+
+    The file is named where the method fails, and else removed.
 
     Args:
         name: In `LIBRARIES`.
@@ -76,8 +80,11 @@ class Elsewhere:
 
     def __init__(self, name: str, bare: bool, pool: KvPool, timeout_s: float) -> None:
         self._timeout_s, self._started = timeout_s, False
+        descriptor, path = tempfile.mkstemp(prefix=f"pdserve-bench-{name}-", suffix=".log")
+        os.close(descriptor)
+        self._log, self._failed = Path(path), False
         self._process, self._pipe = start(
-            serve_method, name, bare, pool.page_bytes, pool.num_pages, timeout_s, has_children=True
+            serve_method, path, name, bare, pool.page_bytes, pool.num_pages, timeout_s, has_children=True
         )
 
     async def move(self, case: Case, seed: int) -> Moved:
@@ -90,23 +97,37 @@ class Elsewhere:
         return moved
 
     def _answer(self, timeout_s: float) -> Any:
-        answer = receive(self._pipe, timeout_s)
-        if isinstance(answer, PdserveError):
-            raise answer
+        try:
+            answer = receive(self._pipe, timeout_s)
+            if isinstance(answer, PdserveError):
+                raise answer
+        except PdserveError as e:
+            self._failed = True
+            raise PdserveError(f"{e.message} (what it wrote is in {self._log})", reason=e.reason) from e
         return answer
 
     async def close(self) -> None:
         """See `Method`."""
         end(self._process, self._pipe)
+        if not self._failed:
+            self._log.unlink()
+
+
+def write_errors_to(path: str) -> None:
+    """Has this process, its libraries and the processes that it starts write to a file what they write to stderr."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
 
 
 def serve_method(
-    connection: Connection, name: str, bare: bool, page_bytes: int, num_pages: int, timeout_s: float
+    connection: Connection, log: str, name: str, bare: bool, page_bytes: int, num_pages: int, timeout_s: float
 ) -> None:
     """Makes a method, says None when it is there, then moves what it is asked to until the pipe ends.
 
     It says a `PdserveError` instead of what it cannot do.
     """
+    write_errors_to(log)
     os.environ.update(LIBRARIES[name].environment)
     asyncio.run(_serve(connection, name, bare, make_pool(page_bytes, num_pages), timeout_s))
 
