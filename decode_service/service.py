@@ -44,7 +44,7 @@ from pdserve.engine.step import (
     SequenceFailed,
     TokensSampled,
 )
-from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, TransferPeer
+from pdserve.kvtransfer.control_client import Transfer, TransferClient, TransferPeer
 from pdserve.v1 import common_pb2, worker_pb2
 
 PARTS = (common_pb2.ROLE_DECODE, common_pb2.ROLE_MIXED)
@@ -59,7 +59,7 @@ class DecodeStream(Stream):
         living: Engine keys of the choices that the engine may still have.
     """
 
-    transfer: IncomingTransfer | None = None
+    transfer: Transfer | None = None
     living: set[str] = field(default_factory=set)
 
 
@@ -165,11 +165,11 @@ class DecodeService(StreamService[DecodeStream, Event, Command]):
             return
         stream.record.reserved(self._clock.now())
         self._send_reservation(stream, True, num_cached_pages=event.num_cached_pages)
-        peer = stream.submit.prefill
+        sources = (stream.submit.prefill, *stream.submit.prefill_shards)  # the first one samples
         try:
-            stream.transfer = self._transfers.start(
+            stream.transfer = self._transfers.gather(
                 stream.submit.transfer_id,
-                TransferPeer(peer.worker_id, peer.address, peer.incarnation),
+                [TransferPeer(peer.worker_id, peer.address, peer.incarnation) for peer in sources],
                 num_cached_pages=event.num_cached_pages,
                 destinations=[page.page_id for page in event.pages],
                 expected_num_tokens=len(stream.request.prompt_token_ids) + len(stream.request.emitted_token_ids),
@@ -196,7 +196,7 @@ class DecodeService(StreamService[DecodeStream, Event, Command]):
         )
         stream.session.send(worker_pb2.SessionResponse(reservation=message))
 
-    async def _receive(self, stream: DecodeStream, transfer: IncomingTransfer) -> None:
+    async def _receive(self, stream: DecodeStream, transfer: Transfer) -> None:
         """Waits until nothing writes the pages any more; then they are VALID or freed."""
         if (error := await transfer.failure()) is not None:
             self._on_transfer_failed(stream, error)  # told at once, though pages may be written for a while yet

@@ -7,7 +7,7 @@ and manifests do.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
@@ -15,7 +15,7 @@ from pdserve.core.background import in_own_thread
 from pdserve.core.clock import Clock
 from pdserve.core.errors import ConfigError, TransferError
 from pdserve.core.layout import KVLayout, incompatibility
-from pdserve.kvtransfer.convert import HeadShard, PagePlan
+from pdserve.kvtransfer.convert import KV_HEADS, Block, HeadShard, PagePlan, blocks, coverage_fault, range_fault
 from pdserve.kvtransfer.pool import KvPool, PageMemory
 from pdserve.kvtransfer.staging import Stage
 from pdserve.kvtransfer.transport import PageSink, QuarantiningSink, SourcePageRef
@@ -73,11 +73,19 @@ class StagedArrival:
         destinations: Page ids of the whole prompt here.
         num_cached_pages: Leading ones that are here already.
         num_tokens: Tokens of the prompt.
+        moved: Where the heads of the source lie.
     """
 
-    def __init__(self, stage: Stage, destinations: Sequence[int], num_cached_pages: int, num_tokens: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        destinations: Sequence[int],
+        num_cached_pages: int,
+        num_tokens: int,
+        moved: Sequence[Block],
+    ) -> None:
         assert len(destinations) == stage.ours.num_pages(num_tokens), (len(destinations), num_tokens)
-        self._stage, self._destinations = stage, destinations
+        self._stage, self._destinations, self._moved = stage, destinations, moved
         self._plan = PagePlan(num_tokens, stage.theirs.page_size, stage.ours.page_size, num_cached_pages)
         self.num_pages, self.num_cached_pages = self._plan.num_source_pages, self._plan.num_skipped_pages
 
@@ -85,7 +93,9 @@ class StagedArrival:
         self, address: str, token: bytes, transfer_id: str, position: int, pages: Sequence[SourcePageRef]
     ) -> int:
         """See `Arrival`."""
-        return await self._stage.pull(address, token, transfer_id, self._plan, position, pages, self._destinations)
+        return await self._stage.pull(
+            address, token, transfer_id, self._plan, position, pages, self._destinations, self._moved
+        )
 
 
 class Stages:
@@ -96,7 +106,7 @@ class Stages:
         ours: Their layout.
         make_sink: Makes the sink of a transport, by name, over staging memory.
         clock: Time.
-        converts: What may be converted; see `core.layout.incompatibility`.
+        converts: What may be converted; see `core.layout.incompatibility`. Ranges of KV heads are always taken.
         max_bytes: Staging memory of one stage.
     """
 
@@ -111,7 +121,7 @@ class Stages:
         max_bytes: int,
     ) -> None:
         self._pool, self._ours, self._make_sink, self._clock = pool, ours, make_sink, clock
-        self.converts, self._max_bytes = converts, max_bytes
+        self.converts, self._max_bytes = converts | {KV_HEADS}, max_bytes
         self._stages: dict[tuple[str, KVLayout], tuple[Stage, KvPool]] = {}
         self._making = asyncio.Lock()
         self._overdue: Callable[[str, TransferError], None] | None = None
@@ -180,7 +190,7 @@ class Stages:
             ) from e
         if isinstance(sink, QuarantiningSink) and self._overdue is not None:
             sink.on_overdue(self._overdue)
-        return Stage(memory, sink, HeadShard.whole(theirs), self._pool, self._ours, self._clock, self._threads), memory
+        return Stage(memory, sink, theirs, self._pool, self._ours, self._clock, self._threads), memory
 
     async def _make_room(self) -> None:
         while len(self._stages) >= MAX_STAGES:
@@ -204,18 +214,33 @@ class Inlet:
 
     Args:
         sink: A data plane into the pool; used where the layouts are equal.
+        shard: Which KV heads the peer has, in which layout.
+        ours: Layout of our pages.
         stage: Held; None: the layouts are equal.
         stages: Where it is held.
+
+    Attributes:
+        shard: As given.
+        fault: Why this peer alone does not bring all KV heads; None: it does.
     """
 
-    def __init__(self, sink: PageSink, stage: Stage | None = None, stages: Stages | None = None) -> None:
+    def __init__(
+        self,
+        sink: PageSink,
+        shard: HeadShard,
+        ours: KVLayout,
+        stage: Stage | None = None,
+        stages: Stages | None = None,
+    ) -> None:
         self._sink, self._stage, self._stages = sink, stage, stages
+        self.shard, self.fault = shard, coverage_fault([shard], ours)
+        self._moved = () if stage is None else blocks(shard, ours)
 
     def arrival(self, destinations: Sequence[int], num_cached_pages: int, num_tokens: int) -> Arrival:
         """Where the pages of a transfer go; the arguments count in our pages."""
         if self._stage is None:
             return DirectArrival(self._sink, destinations, num_cached_pages)
-        return StagedArrival(self._stage, destinations, num_cached_pages, num_tokens)
+        return StagedArrival(self._stage, destinations, num_cached_pages, num_tokens, self._moved)
 
     def close(self) -> None:
         """The peer is gone; pulls that still run keep what they need."""
@@ -223,7 +248,14 @@ class Inlet:
             self._stages.release(self._stage)
 
 
-async def open_inlet(transport: str, sink: PageSink, stages: Stages | None, ours: KVLayout, theirs: KVLayout) -> Inlet:
+async def open_inlet(
+    transport: str,
+    sink: PageSink,
+    stages: Stages | None,
+    ours: KVLayout,
+    theirs: KVLayout,
+    first_heads: tuple[int, ...] = (),
+) -> Inlet:
     """Compares layouts, and prepares for what differs.
 
     Args:
@@ -232,12 +264,16 @@ async def open_inlet(transport: str, sink: PageSink, stages: Stages | None, ours
         stages: None: nothing is converted.
         ours: Layout of our pages.
         theirs: Layout of the peer's pages.
+        first_heads: Per layer group, our KV head that is the peer's first one; empty: it has all heads.
 
     Raises:
         TransferError: The peer's KV cannot come in; the message says what differs.
     """
-    if (reason := incompatibility(ours, theirs, () if stages is None else stages.converts)) is not None:
+    converts: Collection[str] = () if stages is None else stages.converts
+    shard = HeadShard(theirs, first_heads) if first_heads else HeadShard.whole(theirs)
+    reason = range_fault(shard, ours, converts) if first_heads else incompatibility(ours, theirs, converts)
+    if reason is not None:
         raise TransferError(f"the KV layouts do not fit: {reason}", reason="LAYOUT", status="FAILED_PRECONDITION")
     if stages is None or ours == theirs:
-        return Inlet(sink)
-    return Inlet(sink, await stages.hold(transport, theirs), stages)
+        return Inlet(sink, shard, ours)
+    return Inlet(sink, shard, ours, await stages.hold(transport, theirs), stages)

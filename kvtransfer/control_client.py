@@ -1,5 +1,5 @@
 """TransferClient: the decode side of the control plane. One stream per prefill process, one pull at a time per
-transfer.
+transfer and source.
 
 Life of an incoming transfer: `start` (destinations are FILLING) -> watermarks -> pulls -> manifest -> `result`. However
 it ends, `result` and `abort` return only when nothing writes into the destinations any more; then they are VALID or may
@@ -9,9 +9,9 @@ be freed. A transfer waits for prefill as long as its control stream lives: pref
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 
 import grpc.aio
 
@@ -19,20 +19,14 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
 from pdserve.core.grpc_server import channel_options
 from pdserve.core.layout import KVLayout
-from pdserve.kvtransfer import handoff
-from pdserve.kvtransfer.arrival import Arrival, Stages
-from pdserve.kvtransfer.control_messages import OUTCOMES, facts_of, reason_of
+from pdserve.kvtransfer.arrival import Stages
 from pdserve.kvtransfer.control_stream import ControlStream
-from pdserve.kvtransfer.handoff import SinkTransfer, TransferState
-from pdserve.kvtransfer.timeline import Timeline, TransferResult
-from pdserve.kvtransfer.transport import PageSink, QuarantiningSink, SourcePageRef
-from pdserve.v1 import kvtransfer_pb2 as pb
+from pdserve.kvtransfer.gathered import GatheredTransfer
+from pdserve.kvtransfer.handoff import SinkTransfer
+from pdserve.kvtransfer.incoming import IncomingTransfer, PartOwner
+from pdserve.kvtransfer.transport import PageSink, QuarantiningSink
 
-log = logging.getLogger(__name__)
 MAX_MESSAGE_BYTES = 16 << 20  # a watermark names its pages in about 20 bytes each
-OUTCOME_OF_STATE = {state: outcome for outcome, state in OUTCOMES.items()}
-NO_FAILURES = ("ABORTED", "FINISHED")
-"""Reasons for which prefill closes a transfer that is not wanted any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,187 +44,8 @@ class TransferPeer:
     incarnation: str
 
 
-class IncomingTransfer:
-    """One transfer; made by `TransferClient.start`."""
-
-    def __init__(
-        self,
-        transfer_id: str,
-        transfer: SinkTransfer,
-        destinations: Sequence[int],
-        stream: ControlStream,
-        clock: Clock,
-        request_id: str,
-    ) -> None:
-        self.transfer_id = transfer_id
-        self._transfer, self._destinations = transfer, tuple(destinations)
-        self._stream, self._clock, self._request_id = stream, clock, request_id
-        self._arrival: Arrival | None = None
-        self._pull: asyncio.Task[handoff.PullEnded] | None = None
-        self._done = asyncio.get_running_loop().create_future()
-        self._decided = asyncio.get_running_loop().create_future()
-        self._message = ""
-        self._timeline = Timeline()
-
-    @property
-    def state(self) -> TransferState:
-        """Where it is."""
-        return self._transfer.state
-
-    @property
-    def num_late(self) -> int:
-        """Messages dropped because they came too late or twice."""
-        return self._transfer.num_late
-
-    async def failure(self) -> TransferError | None:
-        """Waits until it is known how it ends; safe to cancel, and to call again.
-
-        Returns:
-            None when it is complete; else why not, and pages may be written until `result` raises the same.
-        """
-        await asyncio.shield(self._decided)
-        t = self._transfer
-        if t.state is TransferState.COMPLETE and t.manifest is not None:
-            return None
-        return TransferError(
-            f"KV transfer {self.transfer_id} from {self._stream.peer.worker_id} ended {t.state}: "
-            f"{self._message or t.reason}",
-            reason=t.reason,
-        )
-
-    async def result(self) -> TransferResult:
-        """Waits for the end; safe to cancel, and to call again.
-
-        Raises:
-            TransferError: It did not complete; `reason` says why. Nothing writes into the destinations any more.
-        """
-        await asyncio.shield(self._done)
-        if (error := await self.failure()) is not None:
-            raise error
-        t = self._transfer
-        assert t.manifest is not None
-        first, last = t.first_pull_s or 0.0, t.last_pull_s or 0.0
-        hidden = min(max((t.manifest_s or 0.0) - first, 0.0), last - first)
-        return TransferResult(
-            t.manifest.token_id,
-            t.manifest.index,
-            t.manifest.finished,
-            t.num_bytes,
-            last - first,
-            hidden,
-            t.num_asked,
-            self._stream.transport,
-            t.manifest_s or 0.0,
-            self._timeline.ranges,
-        )
-
-    async def abort(self, reason: str = "ABORTED") -> None:
-        """Ends it and returns when nothing writes into the destinations any more. Idempotent, in every state."""
-        self._feed(handoff.Ended(TransferState.ABORTED, reason))
-        await asyncio.shield(self._done)
-
-    def opening(self) -> pb.ControlRequest:
-        """Its first message."""
-        cached, asked_by = self._arriving().num_cached_pages, self._request_id
-        opening = pb.OpenTransfer(transfer_id=self.transfer_id, num_cached_pages=cached, request_id=asked_by)
-        return pb.ControlRequest(open=opening)
-
-    def _arriving(self) -> Arrival:
-        """Prefill's layout is known; from the first call on, everything counts in prefill's pages."""
-        if self._arrival is None:
-            t, inlet = self._transfer, self._stream.inlet
-            assert inlet is not None  # set with the welcome
-            self._arrival = a = inlet.arrival(self._destinations, t.num_cached_pages, t.num_tokens)
-            self._transfer = replace(t, num_pages=a.num_pages, num_cached_pages=a.num_cached_pages)
-        return self._arrival
-
-    def on_message(self, message: pb.ControlResponse) -> None:
-        """A message of prefill for this transfer."""
-        self._arriving()
-        match message.WhichOneof("message"):
-            case "watermark":
-                pages = tuple(SourcePageRef(p.page_id, p.generation, p.checksum) for p in message.watermark.pages)
-                if self._stream.checks_pages and not all(p.checksum for p in pages):
-                    self._feed(handoff.Ended(TransferState.FAILED, "NO_CHECKSUM"))
-                else:
-                    self._feed(handoff.PagesFinal(message.watermark.first_page, pages))
-                    known = self._transfer.num_cached_pages + len(self._transfer.known)
-                    self._timeline.announced(known, self._clock.now())
-            case "manifest":
-                self._feed(handoff.Computed(facts_of(message.manifest)))
-            case "closed":
-                self._feed(handoff.Ended(TransferState.FAILED, reason_of(message.closed.reason, "CLOSED"), True))
-
-    def on_overdue(self, error: TransferError) -> None:
-        """Its pull is too slow, and goes on until nothing writes any more: the transfer ends now."""
-        self._message = self._message or error.message
-        self._feed(handoff.Ended(TransferState.FAILED, error.reason))
-
-    def on_stream_lost(self, error: TransferError) -> None:
-        """The control stream died: so does the transfer."""
-        self._message = self._message or error.message
-        self._feed(handoff.Ended(TransferState.FAILED, error.reason, by_peer=True))
-
-    def _feed(self, event: handoff.SinkEvent) -> None:
-        self._transfer, actions = handoff.on_sink(self._transfer, event, self._clock.now())
-        for action in actions:
-            match action:
-                case handoff.Pull():
-                    self._pull = asyncio.get_running_loop().create_task(self._run_pull(action))
-                    self._pull.add_done_callback(self._on_pull_done)
-                case handoff.CancelPull():
-                    assert self._pull is not None
-                    self._pull.cancel()
-                case handoff.SendClosed():
-                    outcome = OUTCOME_OF_STATE[action.state]
-                    closed = pb.CloseTransfer(transfer_id=self.transfer_id, outcome=outcome, reason=action.reason)
-                    self._stream.send(pb.ControlRequest(close=closed))
-                case handoff.Resolve():
-                    self._stream.forget(self.transfer_id)
-                    self._done.set_result(None)
-        if self._transfer.state in handoff.TERMINAL and not self._decided.done():
-            self._decided.set_result(None)
-            self._log_failure()
-
-    def _log_failure(self) -> None:
-        """Names a failed transfer; one that the request's end has ended, on either side, did not fail."""
-        t, stream = self._transfer, self._stream
-        if t.state is not TransferState.FAILED or t.reason in NO_FAILURES:
-            return
-        over = f" over {stream.transport}" if stream.transport else ""
-        log.warning(
-            "KV transfer %s of request %s from %s%s failed: %s%s",
-            self.transfer_id,
-            self._request_id or "(unknown)",
-            stream.peer.worker_id,
-            over,
-            t.reason,
-            f": {self._message}" if self._message else "",
-        )
-
-    async def _run_pull(self, action: handoff.Pull) -> handoff.PullEnded:
-        said = self._stream.welcome
-        assert said is not None
-        began_s = self._clock.now()
-        try:
-            num_bytes = await self._arriving().pull(
-                said.data_address, said.data_token, self.transfer_id, action.position, action.pages
-            )
-        except TransferError as e:
-            self._message = self._message or e.message
-            return handoff.PullEnded(0, e.reason)
-        self._timeline.pulled(action.position, len(action.pages), num_bytes, began_s, self._clock.now())
-        return handoff.PullEnded(num_bytes)
-
-    def _on_pull_done(self, task: asyncio.Task[handoff.PullEnded]) -> None:
-        """The sink has returned (or never began): nothing writes any more."""
-        if task.cancelled():
-            self._feed(handoff.PullEnded(0, "CANCELLED"))
-        elif (error := task.exception()) is not None:
-            self._feed(handoff.PullEnded(0, "SINK_FAILED"))
-            raise error
-        else:
-            self._feed(task.result())
+Transfer = IncomingTransfer | GatheredTransfer
+"""From one source, or from several."""
 
 
 class TransferClient:
@@ -280,7 +95,7 @@ class TransferClient:
         self.stages, self.refusal = stages, refusal
         self._expect = expect
         self._streams: dict[tuple[str, str], ControlStream] = {}
-        self._transfers: dict[str, IncomingTransfer] = {}
+        self._transfers: dict[str, Transfer] = {}
         self._quarantining = [s for s in self.sinks.values() if isinstance(s, QuarantiningSink)]
         for sink in self._quarantining:
             sink.on_overdue(self._on_overdue)
@@ -324,23 +139,99 @@ class TransferClient:
         Raises:
             TransferError: A transfer of that id is open.
         """
-        if self._closed:
-            raise TransferError("the transfer client is closed", reason="CLIENT_CLOSED")
-        if transfer_id in self._transfers:
-            raise TransferError(f"transfer {transfer_id} is open", reason="DUPLICATE_TRANSFER", status="ALREADY_EXISTS")
-        key = (peer.address, peer.incarnation)
-        stream = self._streams.get(key)
-        if stream is None:
-            stream = self._streams[key] = ControlStream(self, peer)
+        self._check_new(transfer_id)
         state = SinkTransfer(len(destinations), num_cached_pages, expected_num_tokens, expected_digest)
-        transfer = IncomingTransfer(transfer_id, state, destinations, stream, self.clock, request_id)
-        stream.transfers[transfer_id] = self._transfers[transfer_id] = transfer
-        stream.send(transfer.opening)
+        over = partial(self._forget, transfer_id)
+        transfer = self._add(transfer_id, peer, state, destinations, request_id, over)
+        self._transfers[transfer_id] = transfer
         if self._expect is not None:
             self._expect(destinations[num_cached_pages:])
         return transfer
 
-    def forget(self, transfer_id: str) -> None:
+    def gather(
+        self,
+        transfer_id: str,
+        peers: Sequence[TransferPeer],
+        *,
+        num_cached_pages: int,
+        destinations: Sequence[int],
+        expected_num_tokens: int,
+        expected_digest: bytes,
+        request_id: str = "",
+    ) -> Transfer:
+        """Opens a transfer of a prompt whose KV heads several processes have, each a range of them.
+
+        Args:
+            transfer_id: As for `start`; every source offers its part under this id.
+            peers: Who computes the prompt; the first one samples. With one it is `start`.
+            num_cached_pages: As for `start`, as all that follow.
+            destinations: Page ids of all prompt pages.
+            expected_num_tokens: Tokens that every manifest must name.
+            expected_digest: Prompt digest that every manifest must carry.
+            request_id: For logs and traces.
+
+        Raises:
+            TransferError: A transfer of that id is open; SHARDS: none, one twice, or more than KV heads.
+        """
+        self._check_sources(peers)
+        if len(peers) == 1:
+            return self.start(
+                transfer_id,
+                peers[0],
+                num_cached_pages=num_cached_pages,
+                destinations=destinations,
+                expected_num_tokens=expected_num_tokens,
+                expected_digest=expected_digest,
+                request_id=request_id,
+            )
+        self._check_new(transfer_id)
+        state = SinkTransfer(len(destinations), num_cached_pages, expected_num_tokens, expected_digest)
+        over = partial(self._forget, transfer_id)
+        whole = GatheredTransfer(transfer_id, self.layout, len(peers), request_id, over)
+        owners = [whole.part(index) for index in range(len(peers))]
+        whole.parts = tuple(
+            self._add(transfer_id, peer, state, destinations, request_id, owner.over, owner)
+            for peer, owner in zip(peers, owners, strict=True)
+        )
+        self._transfers[transfer_id] = whole
+        if self._expect is not None:
+            self._expect(destinations[num_cached_pages:])
+        return whole
+
+    def _check_sources(self, peers: Sequence[TransferPeer]) -> None:
+        if len({(peer.address, peer.incarnation) for peer in peers}) != len(peers) or not peers:
+            named = ", ".join(f"{peer.worker_id} at {peer.address}" for peer in peers) or "none"
+            raise TransferError(f"the sources of a transfer must be distinct: {named}", reason="SHARDS")
+        if len(peers) > (num_heads := min(group.num_kv_heads for group in self.layout.groups)):
+            raise TransferError(f"{len(peers)} sources for {num_heads} KV heads", reason="SHARDS")
+
+    def _check_new(self, transfer_id: str) -> None:
+        if self._closed:
+            raise TransferError("the transfer client is closed", reason="CLIENT_CLOSED")
+        if transfer_id in self._transfers:
+            raise TransferError(f"transfer {transfer_id} is open", reason="DUPLICATE_TRANSFER", status="ALREADY_EXISTS")
+
+    def _add(
+        self,
+        transfer_id: str,
+        peer: TransferPeer,
+        state: SinkTransfer,
+        destinations: Sequence[int],
+        request_id: str,
+        over: Callable[[], None],
+        owner: PartOwner | None = None,
+    ) -> IncomingTransfer:
+        """Puts a transfer on the stream of its source, which is opened if there is none."""
+        key = (peer.address, peer.incarnation)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = ControlStream(self, peer)
+        transfer = IncomingTransfer(transfer_id, state, destinations, stream, self.clock, request_id, over, owner)
+        stream.transfers[transfer_id] = transfer
+        stream.send(transfer.opening)
+        return transfer
+
+    def _forget(self, transfer_id: str) -> None:
         """The transfer has ended."""
         self._transfers.pop(transfer_id, None)
 

@@ -30,6 +30,7 @@ from pdserve.kvtransfer.checksums import PageChecksums, PageGeneration
 from pdserve.kvtransfer.control_messages import OUTCOMES, closed, manifest, reason_of
 from pdserve.kvtransfer.handoff import SourceTransfer, TransferState
 from pdserve.kvtransfer.pool import PageMemory
+from pdserve.kvtransfer.recent import remember
 from pdserve.kvtransfer.stream_places import StreamPlaces
 from pdserve.kvtransfer.transport import PageSource
 from pdserve.v1 import kvtransfer_pb2 as pb
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 MAX_TRANSFER_ID_BYTES = 128
 MAX_NAME_CHARS = 128
 MAX_OUTBOX = 4096
-MAX_REMEMBERED = 4096
 MAX_NAMED = 8
 
 
@@ -93,6 +93,8 @@ class TransferServer(rpc.KvTransferServicer):
         memory: The pool that is served.
         sources: Data planes over the same pool, by name; the caller closes them.
         layout: The pool's layout.
+        first_kv_heads: Of a worker that has a range of the KV heads: per layer group of `layout`, the model's
+            KV head that is its first one. Empty: it has all heads.
         identity_digest: Must equal decode's.
         incarnation: This process's start, as hex.
         listener: Who frees the pages.
@@ -126,14 +128,17 @@ class TransferServer(rpc.KvTransferServicer):
         hashers: Executor | None = None,
         host_id: str = "",
         places: StreamPlaces | None = None,
+        first_kv_heads: Sequence[int] = (),
         fail: Callable[[PdserveError], None] | None = None,
     ) -> None:
         self._sources, self._layout, self._clock = dict(sources), layout, clock
         self._identity_digest, self._incarnation, self._listener = identity_digest, incarnation, listener
         self._lease_s, self._heartbeat_s, self._host_id = lease_s, heartbeat_s, host_id
         self._max_pending_opens, self._pending_open_s = max_pending_opens, pending_open_s
+        self._first_kv_heads = hellos.own_first_heads(first_kv_heads, layout)
         self._entries: dict[str, _Entry] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # the last ones, so that a late open is told why
+        self._given_up: OrderedDict[str, handoff.Ended] = OrderedDict()  # opened and closed before they were offered
         self._streams: set[_Stream] = set()
         self._places = places or StreamPlaces()
         self._work, self._timer = Background(fail or _log_failure), Background(fail or _log_failure)
@@ -192,7 +197,9 @@ class TransferServer(rpc.KvTransferServicer):
         for stream in self._streams:
             if (pending := stream.pending.pop(transfer_id, None)) is not None:
                 self._open(transfer_id, stream, pending[0])
-                break
+                return
+        if (ended := self._given_up.pop(transfer_id, None)) is not None:
+            self._feed(transfer_id, ended)
 
     def pages_ready(self, transfer_id: str, first_page: int, pages: Sequence[PageGeneration]) -> None:
         """Pages are final: hashes them off the loop, publishes them, sends the watermark. Unknown ids are counted."""
@@ -297,7 +304,7 @@ class TransferServer(rpc.KvTransferServicer):
         Raises:
             TransferError: The pair does not fit.
         """
-        hellos.check(hello, self._incarnation, self._identity_digest, self._layout)
+        hellos.check(hello, self._incarnation, self._identity_digest, self._layout, self._first_kv_heads)
         near = same_host(self._host_id, hello.host_id)
         return negotiation.choose(hello.transports, self._sources, same_host=near)
 
@@ -313,6 +320,7 @@ class TransferServer(rpc.KvTransferServicer):
             integrity=self._checksums.integrity,
             layout=self._layout.to_json(),
             transport=stream.transport,
+            first_kv_heads=self._first_kv_heads,
         )
         await context.write(pb.ControlResponse(welcome=welcome))
         while True:
@@ -355,6 +363,7 @@ class TransferServer(rpc.KvTransferServicer):
         if entry is None and transfer_id not in self._ended and fits:
             deadline_s = self._clock.now() + self._pending_open_s
             stream.pending.setdefault(transfer_id, (message.num_cached_pages, deadline_s))
+            self._given_up.pop(transfer_id, None)
             return
         reason = over or self._ended.get(transfer_id, "UNKNOWN_TRANSFER")
         self.num_late += 1
@@ -366,13 +375,14 @@ class TransferServer(rpc.KvTransferServicer):
         self._feed(transfer_id, handoff.Opened(num_cached_pages))
 
     def _on_close(self, stream: _Stream, message: pb.CloseTransfer) -> None:
-        if message.transfer_id not in stream.open:
-            if stream.pending.pop(message.transfer_id, None) is None:
-                self.num_late += 1
-            return
         state = OUTCOMES.get(message.outcome, TransferState.FAILED)
-        reason = reason_of(message.reason, state.upper())
-        self._feed(message.transfer_id, handoff.Ended(state, reason, by_peer=True))
+        ended = handoff.Ended(state, reason_of(message.reason, state.upper()), by_peer=True)
+        if message.transfer_id in stream.open:
+            self._feed(message.transfer_id, ended)
+        elif stream.pending.pop(message.transfer_id, None) is not None:
+            remember(self._given_up, message.transfer_id, ended)
+        else:
+            self.num_late += 1
 
     def _lose(self, stream: _Stream) -> list[str]:
         """The stream died: its readers and all its transfers end. Returns those that had not ended."""
@@ -418,9 +428,7 @@ class TransferServer(rpc.KvTransferServicer):
                 self._work.start(self._withdraw(transfer_id, entry.stream), f"withdrawal of {transfer_id}")
             case handoff.ReportEnded():
                 del self._entries[transfer_id]
-                self._ended[transfer_id] = action.reason
-                if len(self._ended) > MAX_REMEMBERED:
-                    self._ended.popitem(last=False)
+                remember(self._ended, transfer_id, action.reason)
                 if entry.stream is not None:
                     entry.stream.open.discard(transfer_id)
                 self._listener.on_ended(transfer_id, action.state, action.reason)

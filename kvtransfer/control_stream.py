@@ -9,7 +9,6 @@ another one.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -27,13 +26,14 @@ from pdserve.v1 import kvtransfer_pb2 as pb
 from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 
 if TYPE_CHECKING:
-    from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, TransferPeer
+    from pdserve.kvtransfer.control_client import TransferClient, TransferPeer
+    from pdserve.kvtransfer.incoming import IncomingTransfer
 
 log = logging.getLogger(__name__)
 MIN_RENEWAL_S = 0.05
 ControlCall = grpc.aio.StreamStreamCall[pb.ControlRequest, pb.ControlResponse]
-Outgoing = pb.ControlRequest | Callable[[], pb.ControlRequest]
-"""A message, or what makes it once the welcome is there."""
+Outgoing = pb.ControlRequest | Callable[[], pb.ControlRequest | None]
+"""A message, or what makes it, or finds nothing to say, once the welcome is there."""
 
 
 class ControlStream:
@@ -76,7 +76,6 @@ class ControlStream:
     def forget(self, transfer_id: str) -> None:
         """The transfer has ended."""
         self.transfers.pop(transfer_id, None)
-        self._client.forget(transfer_id)
 
     async def _run(self) -> None:
         error = TransferError("internal error of a control stream; the log has it", reason="CONTROL_FAILED")
@@ -158,7 +157,9 @@ class ControlStream:
         client = self._client
         self.transport = name = welcome.plane_of(first, self.peer.worker_id, client.sinks)
         theirs = KVLayout.from_json(first.layout)
-        self.inlet = await open_inlet(name, client.sinks[name], client.stages, client.layout, theirs)
+        first_heads = welcome.first_heads_of(first, self.peer.worker_id, theirs)
+        sink, stages, ours = client.sinks[name], client.stages, client.layout
+        self.inlet = await open_inlet(name, sink, stages, ours, theirs, first_heads)
         log.info("pages of prefill worker %s come over %s", self.peer.worker_id, name)
 
     async def _read(self, call: ControlCall, timeout_s: float) -> pb.ControlResponse:
@@ -173,10 +174,15 @@ class ControlStream:
 
     async def _write(self, call: ControlCall) -> None:
         """Sends what is queued; when the call died, the reader sees it and ends the stream."""
-        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                message = await self._outbox.get()
-                await call.write(message if isinstance(message, pb.ControlRequest) else message())
+        while True:
+            queued = await self._outbox.get()
+            message = queued if isinstance(queued, pb.ControlRequest) else queued()
+            if message is None:
+                continue
+            try:
+                await call.write(message)
+            except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                return
 
     async def _renew(self) -> None:
         assert self.welcome is not None

@@ -13,10 +13,13 @@ a shared page is never written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from pdserve.core.layout import KVLayout, LayerGroup
+from pdserve.core.layout import KVLayout, LayerGroup, incompatibility
+
+KV_HEADS = "kv_heads"
+"""What a decode worker names beside `core.layout.CONVERSIONS` when it takes ranges of KV heads from several sources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +158,20 @@ def shard_fault(shard: HeadShard, ours: KVLayout) -> str | None:
             last = first + theirs.num_kv_heads
             return f"{_name(mine)} have {mine.num_kv_heads} KV heads here; there is a source of heads [{first}, {last})"
     return None
+
+
+def range_fault(shard: HeadShard, ours: KVLayout, converts: Collection[str]) -> str | None:
+    """Says why KV of a source that has a range of the heads cannot come into our pages, or None.
+
+    Args:
+        shard: The source.
+        ours: Layout of our pages.
+        converts: What may be converted: see `incompatibility`, and `KV_HEADS`.
+    """
+    if KV_HEADS not in converts:
+        return "the source has a range of the KV heads, and this worker takes all heads from one source"
+    fits = replace(ours, groups=shard.layout.groups)  # whose heads are asked about below
+    return incompatibility(fits, shard.layout, converts) or shard_fault(shard, ours)
 
 
 def coverage_fault(shards: Sequence[HeadShard], ours: KVLayout) -> str | None:

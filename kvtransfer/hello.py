@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
-from pdserve.core.errors import TransferError
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from pdserve.core.errors import ConfigError, TransferError
 from pdserve.core.layout import KVLayout, incompatibility
+from pdserve.kvtransfer.convert import KV_HEADS, HeadShard, shard_fault
 from pdserve.v1 import kvtransfer_pb2 as pb
 
 
-def check(hello: pb.TransferHello, incarnation: str, identity_digest: bytes, layout: KVLayout) -> None:
+def check(
+    hello: pb.TransferHello,
+    incarnation: str,
+    identity_digest: bytes,
+    layout: KVLayout,
+    first_kv_heads: tuple[int, ...] = (),
+) -> None:
     """Refuses a pair that does not fit; the version and the data plane are `negotiation`'s.
 
     Args:
@@ -15,6 +25,7 @@ def check(hello: pb.TransferHello, incarnation: str, identity_digest: bytes, lay
         incarnation: This process's start, as hex.
         identity_digest: This worker's.
         layout: This worker's.
+        first_kv_heads: Per layer group, decode's KV head that is this worker's first one; empty: it has all heads.
 
     Raises:
         TransferError: INCARNATION, IDENTITY, LAYOUT or BAD_LAYOUT.
@@ -23,8 +34,35 @@ def check(hello: pb.TransferHello, incarnation: str, identity_digest: bytes, lay
         raise _refused("INCARNATION", f"this process is {incarnation}, not {hello.expected_incarnation:.64}")
     if hello.identity_digest != identity_digest:
         raise _refused("IDENTITY", "model, weights, --quantization or attention config differ: start both alike")
-    if reason := incompatibility(layout, KVLayout.from_json(hello.layout), hello.kv_converts):
+    theirs = KVLayout.from_json(hello.layout)
+    if first_kv_heads:
+        reason = _range_fault(HeadShard(layout, first_kv_heads), theirs, hello.kv_converts)
+    else:
+        reason = incompatibility(layout, theirs, hello.kv_converts)
+    if reason:
         raise _refused("LAYOUT", reason)
+
+
+def own_first_heads(first_kv_heads: Sequence[int], layout: KVLayout) -> tuple[int, ...]:
+    """Which heads this worker says it has: one number for each layer group of its layout, or none at all.
+
+    Raises:
+        ConfigError: Another number of them.
+    """
+    if len(first_kv_heads) not in (0, len(layout.groups)):
+        raise ConfigError(f"first_kv_heads: {len(first_kv_heads)} heads for {len(layout.groups)} layer groups")
+    return tuple(first_kv_heads)
+
+
+def _range_fault(shard: HeadShard, theirs: KVLayout, converts: Collection[str]) -> str | None:
+    """Why decode cannot place the heads of this worker, which has a range of them."""
+    if KV_HEADS not in converts:
+        return "this worker has a range of the KV heads, and the decode worker takes all heads from one source"
+    fits = replace(theirs, groups=shard.layout.groups)  # whose heads are asked about below
+    if (reason := incompatibility(shard.layout, fits, converts)) is not None:
+        return reason
+    fault = shard_fault(shard, theirs)
+    return None if fault is None else f"as the decode worker sees it, {fault}"
 
 
 def _refused(reason: str, message: str) -> TransferError:

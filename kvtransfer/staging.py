@@ -21,7 +21,7 @@ from pdserve.core.clock import Clock
 from pdserve.core.errors import TransferError
 from pdserve.core.layout import KV_DTYPE_BYTES, KVLayout
 from pdserve.kvtransfer.cast import STORAGE, Array, cast
-from pdserve.kvtransfer.convert import HeadShard, PagePlan, blocks
+from pdserve.kvtransfer.convert import Block, PagePlan
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.tasks import submit, until_over
 from pdserve.kvtransfer.transport import PageSink, SourcePageRef
@@ -35,12 +35,12 @@ WAIT_S = 30.0
 
 
 class Stage:
-    """Staging pages for one source layout, and the data plane that writes them.
+    """Staging pages for sources of one layout, and the data plane that writes them.
 
     Args:
         memory: The staging pages, of the source's page size in bytes; nobody else uses them.
         sink: A data plane into `memory`; closed by `close`.
-        shard: What the source has.
+        theirs: Layout of the sources' pages.
         pool: Our pages.
         ours: Their layout.
         clock: Time.
@@ -54,18 +54,17 @@ class Stage:
         self,
         memory: PageMemory,
         sink: PageSink,
-        shard: HeadShard,
+        theirs: KVLayout,
         pool: PageMemory,
         ours: KVLayout,
         clock: Clock,
         threads: Executor,
     ) -> None:
-        assert memory.page_bytes == shard.layout.page_bytes, (memory.page_bytes, shard.layout)
+        assert memory.page_bytes == theirs.page_bytes, (memory.page_bytes, theirs)
         assert pool.page_bytes == ours.page_bytes, (pool.page_bytes, ours)
-        self.sink, self.theirs, self.ours = sink, shard.layout, ours
+        self.sink, self.theirs, self.ours = sink, theirs, ours
         self.num_users = 0
         self._memory, self._pool, self._threads = memory, pool, threads
-        self._blocks = blocks(shard, ours)
         self._slots = _Slots(memory.num_pages, clock)
         self._clock = clock
         self._sources: weakref.WeakValueDictionary[str, _Source] = weakref.WeakValueDictionary()
@@ -84,6 +83,7 @@ class Stage:
         position: int,
         pages: Sequence[SourcePageRef],
         destinations: Sequence[int],
+        moved: Sequence[Block],
     ) -> int:
         """Brings source pages of one prompt into our pages.
 
@@ -95,6 +95,7 @@ class Stage:
             position: Index within the prompt of the first of `pages`, counted in source pages.
             pages: What to read.
             destinations: Page ids of the whole prompt here; those that are written are FILLING and of this transfer.
+            moved: `blocks` of the source: where its heads lie.
 
         Returns:
             Bytes that went over the wire, headers included.
@@ -114,7 +115,7 @@ class Stage:
                     try:
                         piece = pages[at : at + len(slots)]
                         total += await self.sink.pull(address, token, transfer_id, piece, slots)
-                        await self._convert(plan, position + at, slots, destinations)
+                        await self._convert(plan, position + at, slots, destinations, moved)
                     finally:
                         self._slots.give(slots)
                     at += len(slots)
@@ -129,18 +130,32 @@ class Stage:
         """Ends the data plane; outstanding pulls fail."""
         await self.sink.close()
 
-    async def _convert(self, plan: PagePlan, first: int, slots: Sequence[int], destinations: Sequence[int]) -> None:
-        moving = submit(self._threads, self._move, plan, first, slots, destinations)
+    async def _convert(
+        self,
+        plan: PagePlan,
+        first: int,
+        slots: Sequence[int],
+        destinations: Sequence[int],
+        moved: Sequence[Block],
+    ) -> None:
+        moving = submit(self._threads, self._move, plan, first, slots, destinations, moved)
         await until_over(moving, lambda: None)  # it is short
 
     # ---- in a thread -------------------------------------------------------------------------------------------------
 
-    def _move(self, plan: PagePlan, first: int, slots: Sequence[int], destinations: Sequence[int]) -> None:
+    def _move(
+        self,
+        plan: PagePlan,
+        first: int,
+        slots: Sequence[int],
+        destinations: Sequence[int],
+        moved: Sequence[Block],
+    ) -> None:
         theirs, ours = self.theirs, self.ours
         for run in plan.runs(first, first + len(slots)):
             source = self._memory.page(slots[run.source_page - first])
             target = self._pool.page(destinations[run.destination_page])
-            for block in self._blocks:
+            for block in moved:
                 num, rows = run.num_tokens * block.dim, block.num_rows
                 at = block.source_at + run.source_token * block.dim
                 values = _rows(source, theirs.dtype, at, block.source_step, rows, num)

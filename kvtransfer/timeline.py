@@ -83,7 +83,7 @@ class TransferResult:
         transfer_s: First byte asked to last page verified, seconds.
         hidden_s: Part of transfer_s before the manifest came, seconds.
         num_pages: Pages that were pulled.
-        transport: Data plane that they came over.
+        transport: Data plane that they came over; several, from several sources, have a plus between them.
         manifest_s: When the manifest came, monotonic seconds.
         ranges: The pulls, in order.
     """
@@ -109,3 +109,33 @@ class TransferResult:
         """Part of `pull_s` before the manifest came, seconds."""
         ends = (min(pulled.verified_s, self.manifest_s) - pulled.began_s for pulled in self.ranges)
         return sum(max(0.0, before_s) for before_s in ends)
+
+
+def merged(parts: Sequence[TransferResult]) -> TransferResult:
+    """A transfer from several sources as one.
+
+    Args:
+        parts: Of the sources, the one that samples first. Pages that two of them pulled count twice: each brought
+            other heads.
+
+    Returns:
+        What the first one says of the token; bytes, pages and ranges of all. `transport` names each plane once, with a
+        plus between them.
+    """
+    first = parts[0]
+    ranges = tuple(sorted((r for part in parts for r in part.ranges), key=lambda r: r.verified_s))
+    began_s = min((r.began_s for r in ranges), default=0.0)
+    transfer_s = max((r.verified_s for r in ranges), default=0.0) - began_s
+    manifest_s = max(part.manifest_s for part in parts)
+    return TransferResult(
+        token_id=first.token_id,
+        index=first.index,
+        finished=first.finished,
+        bytes_on_wire=sum(part.bytes_on_wire for part in parts),
+        transfer_s=transfer_s,
+        hidden_s=min(max(manifest_s - began_s, 0.0), transfer_s),
+        num_pages=sum(part.num_pages for part in parts),
+        transport="+".join(sorted({part.transport for part in parts})),
+        manifest_s=manifest_s,
+        ranges=ranges,
+    )

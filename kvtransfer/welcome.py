@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from pdserve.core.errors import TransferError
+from pdserve.core.layout import KVLayout
 from pdserve.kvtransfer.negotiation import BEFORE_NEGOTIATION, OLDEST_VERSION, PROTOCOL_VERSION
 from pdserve.kvtransfer.wire import TOKEN_BYTES
 from pdserve.v1 import kvtransfer_pb2 as pb
@@ -61,3 +62,22 @@ def plane_of(welcome: pb.TransferWelcome, worker_id: str, sinks: Collection[str]
             status="FAILED_PRECONDITION",
         )
     return name
+
+
+def first_heads_of(welcome: pb.TransferWelcome, worker_id: str, layout: KVLayout) -> tuple[int, ...]:
+    """Which of our KV heads are the first ones of the source's range, per layer group; empty: it has all heads.
+
+    Args:
+        welcome: Prefill's first message.
+        worker_id: Prefill's name.
+        layout: Of its pages.
+
+    Raises:
+        TransferError: BAD_WELCOME: not one for each group.
+    """
+    if (num := len(welcome.first_kv_heads)) not in (0, len(layout.groups)):
+        raise TransferError(
+            f"prefill worker {worker_id} names {num} first KV heads for {len(layout.groups)} layer groups",
+            reason="BAD_WELCOME",
+        )
+    return tuple(welcome.first_kv_heads)

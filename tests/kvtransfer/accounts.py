@@ -13,9 +13,11 @@ from dataclasses import dataclass, field
 
 from pdserve.core.errors import TransferError
 from pdserve.engine.page_pool import PagePool, PageState
-from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, TransferPeer, TransferResult
+from pdserve.kvtransfer.control_client import TransferClient, TransferPeer
 from pdserve.kvtransfer.handoff import TransferState
+from pdserve.kvtransfer.incoming import IncomingTransfer
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.timeline import TransferResult
 from pdserve.kvtransfer.transport import PageSink
 
 from .world import PROMPT_DIGEST, Listener, Ref

@@ -1,10 +1,11 @@
 """A prefill side in a process of its own, and the test's end of it.
 
-python -m tests.kvtransfer.plane_peer PLANE INCARNATION GRPC_PORT DATA_PORT HALT      HALT: "no", "wait", "cut"
+python -m tests.kvtransfer.plane_peer PLANE INCARNATION GRPC_PORT DATA_PORT HALT [FIRST:NUM]
 
 Commands on stdin: "lend ID N" (a computed prompt) | "begin ID N", "range ID FIRST END" (one that is being computed) |
 "report" | "go" (no page halts any more). Events on stdout, a JSON object a line.
-With "wait" the first page that is read halts in its middle until "go"; with "cut" its connection ends there.
+HALT is "no"; "wait": the first page that is read halts in its middle until "go"; "cut": its connection ends there.
+With FIRST:NUM it has NUM of the KV heads, from FIRST on.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import grpc.aio
@@ -50,8 +52,13 @@ class TellingLender(Lender):
         tell(event="ended", id=transfer_id, state=state, reason=reason)
 
 
-async def serve(plane: Plane, incarnation: str, grpc_port: int, data_port: int, halt: str) -> None:
+async def serve(
+    plane: Plane, incarnation: str, grpc_port: int, data_port: int, halt: str, heads: Sequence[int] = ()
+) -> None:
     """Runs until stdin ends."""
+    layout, first_kv_heads = LAYOUT, heads[:1]
+    if heads:
+        layout = replace(LAYOUT, groups=tuple(replace(group, num_kv_heads=heads[1]) for group in LAYOUT.groups))
     go = threading.Event()
     lent = dict[str, list[Ref]]()
 
@@ -66,13 +73,14 @@ async def serve(plane: Plane, incarnation: str, grpc_port: int, data_port: int, 
 
     if halt != "no" and plane.halt is not None:
         plane.halt(inside)
-    memory = KvPool(LAYOUT, NUM_PAGES)
+    memory = KvPool(layout, NUM_PAGES)
     source = plane.source(memory, data_port)
     lender = TellingLender(memory, incarnation)
     server = TransferServer(
         memory=memory,
         sources={plane.name: source},
-        layout=LAYOUT,
+        layout=layout,
+        first_kv_heads=first_kv_heads,
         identity_digest=DIGEST,
         incarnation=incarnation,
         listener=lender,
@@ -177,10 +185,10 @@ def _launch(arguments: list[str]) -> subprocess.Popen[str]:
 
 @asynccontextmanager
 async def plane_peer(
-    plane: Plane, incarnation: str, *, halt: str = "no", ports: tuple[int, int] = (0, 0)
+    plane: Plane, incarnation: str, *, halt: str = "no", ports: tuple[int, int] = (0, 0), heads: str = ""
 ) -> AsyncIterator[PlanePeer]:
     """Starts a peer, waits until it serves, and ends it."""
-    process = _launch([plane.name, incarnation, *map(str, ports), halt])
+    process = _launch([plane.name, incarnation, *map(str, ports), halt, *filter(None, [heads])])
     peer = PlanePeer(process, incarnation)
     try:
         ready = await peer.heard("ready")
@@ -196,4 +204,5 @@ async def plane_peer(
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(plane_named(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]))
+    heads = [int(part) for argument in sys.argv[6:] for part in argument.split(":")]
+    asyncio.run(serve(plane_named(sys.argv[1]), sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5], heads))

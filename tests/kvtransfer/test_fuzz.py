@@ -22,11 +22,11 @@ from google.protobuf.message import DecodeError, Message
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import TransferError
 from pdserve.kvtransfer import wire
-from pdserve.kvtransfer.control_client import TransferResult
 from pdserve.kvtransfer.control_server import TransferServer
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource
+from pdserve.kvtransfer.timeline import TransferResult
 from pdserve.kvtransfer.transport import SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 

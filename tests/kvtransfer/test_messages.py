@@ -14,12 +14,12 @@ import xxhash
 
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import TransferError
-from pdserve.kvtransfer.control_client import TransferResult
 from pdserve.kvtransfer.control_server import TransferServer
 from pdserve.kvtransfer.fake import FakePageSource
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.tcp import TcpPageSink
+from pdserve.kvtransfer.timeline import TransferResult
 from pdserve.kvtransfer.transport import SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 

@@ -17,9 +17,9 @@ import xxhash
 
 from pdserve.core.errors import TransferError
 from pdserve.core.kv_transfer_config import TRANSPORTS
-from pdserve.kvtransfer.control_client import TransferResult
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.pool import KvPool
+from pdserve.kvtransfer.timeline import TransferResult
 from pdserve.kvtransfer.transport import PageSink, PageSource, SourcePageRef
 
 from .accounts import Borrower, Lender, Loan, assert_received

@@ -16,7 +16,7 @@ from pdserve.core.errors import TransferError
 from pdserve.core.layout import KVLayout, LayerGroup
 from pdserve.kvtransfer.arrival import MAX_STAGES, Stages
 from pdserve.kvtransfer.cast import STORAGE
-from pdserve.kvtransfer.convert import HeadShard, PagePlan, coverage_fault
+from pdserve.kvtransfer.convert import HeadShard, PagePlan, blocks, coverage_fault
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource, PageFate
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.staging import MAX_PER_SOURCE, PIECES, Stage
@@ -45,7 +45,7 @@ class Side:
 
 
 def staged(side: Side, sink: PageSink, memory: KvPool, pool: KvPool, threads: ThreadPoolExecutor) -> Stage:
-    return Stage(memory, sink, side.shard, pool, pool.layout, MonotonicClock(), threads)
+    return Stage(memory, sink, side.shard.layout, pool, pool.layout, MonotonicClock(), threads)
 
 
 @settings(max_examples=25, deadline=None)
@@ -76,10 +76,11 @@ def test_any_layout_arrives_as_if_it_had_been_computed_here(
         memory = KvPool(theirs, num_slots)
         with ThreadPoolExecutor(1) as threads:
             stage = staged(side, FakePageSink(memory, [source], MonotonicClock()), memory, pool, threads)
+            moved = blocks(side.shard, ours)
             at = plan.num_skipped_pages
             while at < len(refs):
                 end = data.draw(st.integers(at + 1, len(refs)))
-                await stage.pull(source.address, token, "t", plan, at, refs[at:end], destinations)
+                await stage.pull(source.address, token, "t", plan, at, refs[at:end], destinations, moved)
                 at = end
             assert stage.num_free_slots == num_slots and stage.num_users == 0
 
@@ -119,7 +120,7 @@ def test_heads_of_several_sources_make_one_page(source_size: int, size: int, dty
                 stage = staged(side, TcpPageSink(memory, DIGEST), memory, pool, threads)
                 try:
                     token, refs = published(source, side.pool, side.ids)
-                    await stage.pull(source.address, token, "t", plan, 0, refs, range(len(right)))
+                    await stage.pull(source.address, token, "t", plan, 0, refs, range(len(right)), blocks(shard, ours))
                 finally:
                     await stage.close()
                     source.close()
@@ -133,6 +134,7 @@ def test_heads_of_several_sources_make_one_page(source_size: int, size: int, dty
 SMALL = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, page_size=4, dtype="float32")
 WIDER = KVLayout.uniform(num_layers=1, num_kv_heads=1, head_dim=4, page_size=8, dtype="float32")
 PLAN = PagePlan(32, 4, 8, 0)  # eight pages there, four here
+MOVED = blocks(HeadShard.whole(SMALL), WIDER)
 
 
 class SmallWorld:
@@ -146,14 +148,14 @@ class SmallWorld:
         self.sink = FakePageSink(self.memory, self.sources, MonotonicClock())
         if fate is not None:
             self.sink.fate = lambda _, page: fate if page.page_id == at else PageFate()
-        shard, clock = HeadShard.whole(SMALL), clock or MonotonicClock()
-        self.stage = Stage(self.memory, self.sink, shard, self.pool, WIDER, clock, self.threads)
+        clock = clock or MonotonicClock()
+        self.stage = Stage(self.memory, self.sink, SMALL, self.pool, WIDER, clock, self.threads)
 
     def pull(self, which: int = 0, plan: PagePlan = PLAN) -> asyncio.Task[int]:
         source = self.sources[which]
         token, refs = published(source, self.source_pool, range(8))
         return asyncio.create_task(
-            self.stage.pull(source.address, token, "t", plan, 0, refs, range(4))  # type: ignore[arg-type]
+            self.stage.pull(source.address, token, "t", plan, 0, refs, range(4), MOVED)  # type: ignore[arg-type]
         )
 
     def is_poison(self, page: int) -> bool:
@@ -198,7 +200,7 @@ def test_a_source_that_stalls_leaves_slots_to_others() -> None:
         source = w.sources[1]
         token, refs = published(source, w.source_pool, range(8))
         source.publish("other", token, refs)
-        await w.stage.pull(source.address, token, "other", PLAN, 0, refs, range(4))
+        await w.stage.pull(source.address, token, "other", PLAN, 0, refs, range(4), MOVED)
         assert not any(w.is_poison(page) for page in range(4))
         assert w.stage.num_free_slots >= 2 * PIECES - 4
         for task in stalled:

@@ -286,6 +286,42 @@ def test_ten_thousand_unknown_ids_stay_bounded() -> None:
     run(body())
 
 
+def test_what_decode_opened_and_closed_before_it_was_offered_ends_when_it_is() -> None:
+    async def body() -> None:
+        async with world() as w:
+            await w.start("t", 1).abort("CANCELLED")
+            await eventually(lambda: "t" in w.server._given_up)
+            w.server.offer("t", 1)
+            assert await w.listener.end_of("t") == (TransferState.ABORTED, "CANCELLED")
+
+    run(body())
+
+
+def test_a_worker_ends_nothing_that_another_one_opens() -> None:
+    async def body() -> None:
+        async with world() as w, grpc.aio.insecure_channel(w.peer.address) as channel:
+            w.server.offer("offered", 1)
+            call = KvTransferStub(channel).Control()  # type: ignore[no-untyped-call]
+            await call.write(pb.ControlRequest(hello=hello()))
+            await call.write(pb.ControlRequest(open=pb.OpenTransfer(transfer_id="wanted")))
+            names = ("offered", "wanted", "unknown")
+            for name in names:
+                await call.write(pb.ControlRequest(close=pb.CloseTransfer(transfer_id=name, reason="X")))
+            await eventually(lambda: w.server.num_late == 2)
+            assert list(w.server._given_up) == ["wanted"] and w.server.num_leases == 1
+            incoming = [w.start(name, 1, first=i) for i, name in enumerate(names)]
+            await eventually(lambda: not w.server._given_up)
+            for name in names[1:]:
+                w.server.offer(name, 1)
+            for i, name in enumerate(names):
+                w.server.pages_ready(name, 0, [Ref(i)])
+                w.complete(name, 1)
+            for one in incoming:
+                await one.result()
+
+    run(body())
+
+
 @PLANES
 def test_the_end_of_the_control_stream_ends_its_transfers(plane: str) -> None:
     async def body() -> None:

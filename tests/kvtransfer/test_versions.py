@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from pdserve.kvtransfer.control_client import TransferPeer, TransferResult
+from pdserve.kvtransfer.control_client import TransferPeer
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.negotiation import OLDEST_VERSION, PROTOCOL_VERSION
+from pdserve.kvtransfer.timeline import TransferResult
 from pdserve.v1 import kvtransfer_pb2 as pb
 from tests.support.peer_v0.decode import fetch
 from tests.support.peer_v0.prefill import frozen_prefill

@@ -20,9 +20,10 @@ from pdserve.core.layout import KVLayout
 from pdserve.core.tls import Tls
 from pdserve.core.tls_refusal import refusal
 from pdserve.kvtransfer.arrival import Stages
-from pdserve.kvtransfer.control_client import IncomingTransfer, TransferClient, TransferPeer
+from pdserve.kvtransfer.control_client import TransferClient, TransferPeer
 from pdserve.kvtransfer.control_server import TransferServer
 from pdserve.kvtransfer.handoff import TransferState
+from pdserve.kvtransfer.incoming import IncomingTransfer
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
 from pdserve.kvtransfer.tcp import TcpPageSink, TcpPageSource

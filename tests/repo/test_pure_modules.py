@@ -28,6 +28,7 @@ PURE = [
     "engine/prefix_cache.py",
     "engine/step.py",
     "kvtransfer/convert.py",
+    "kvtransfer/gather.py",
     "kvtransfer/handoff.py",
     "kvtransfer/timeline.py",
     "router/policy.py",

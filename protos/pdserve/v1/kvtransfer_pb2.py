@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/v1/kvtransfer.proto\x12\npdserve.v1\"\xca\x01\n\x0e\x43ontrolRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.TransferHelloH\x00\x12(\n\x04open\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.OpenTransferH\x00\x12+\n\x05renew\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.RenewTransfersH\x00\x12*\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x19.pdserve.v1.CloseTransferH\x00\x42\t\n\x07message\"\x84\x02\n\x0f\x43ontrolResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.TransferWelcomeH\x00\x12*\n\twatermark\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.WatermarkH\x00\x12(\n\x08manifest\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.ManifestH\x00\x12,\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.TransferClosedH\x00\x12\x32\n\theartbeat\x18\x05 \x01(\x0b\x32\x1d.pdserve.v1.TransferHeartbeatH\x00\x42\t\n\x07message\"\xd2\x01\n\rTransferHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x17\n\x0fidentity_digest\x18\x04 \x01(\x0c\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x1c\n\x14\x65xpected_incarnation\x18\x06 \x01(\t\x12\x12\n\ntransports\x18\x07 \x03(\t\x12\x0f\n\x07host_id\x18\x08 \x01(\t\x12\x13\n\x0bkv_converts\x18\t \x03(\t\"\xb2\x01\n\x0fTransferWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\x12\x12\n\ndata_token\x18\x04 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x11\n\tintegrity\x18\x06 \x01(\t\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x11\n\ttransport\x18\x08 \x01(\t\"Q\n\x0cOpenTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x18\n\x10num_cached_pages\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"&\n\x0eRenewTransfers\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\t\"b\n\rCloseTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12,\n\x07outcome\x18\x02 \x01(\x0e\x32\x1b.pdserve.v1.TransferOutcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\"C\n\nSourcePage\x12\x0f\n\x07page_id\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"[\n\tWatermark\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12%\n\x05pages\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.SourcePage\"\x90\x01\n\x08Manifest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x11\n\tnum_pages\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x10\n\x08token_id\x18\x04 \x01(\r\x12\r\n\x05index\x18\x05 \x01(\r\x12\x15\n\rprompt_digest\x18\x06 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x07 \x01(\x08\"5\n\x0eTransferClosed\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x13\n\x11TransferHeartbeat*\x8d\x01\n\x0fTransferOutcome\x12 \n\x1cTRANSFER_OUTCOME_UNSPECIFIED\x10\x00\x12\x1d\n\x19TRANSFER_OUTCOME_COMPLETE\x10\x01\x12\x1c\n\x18TRANSFER_OUTCOME_ABORTED\x10\x02\x12\x1b\n\x17TRANSFER_OUTCOME_FAILED\x10\x03\x32T\n\nKvTransfer\x12\x46\n\x07\x43ontrol\x12\x1a.pdserve.v1.ControlRequest\x1a\x1b.pdserve.v1.ControlResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bpdserve/v1/kvtransfer.proto\x12\npdserve.v1\"\xca\x01\n\x0e\x43ontrolRequest\x12*\n\x05hello\x18\x01 \x01(\x0b\x32\x19.pdserve.v1.TransferHelloH\x00\x12(\n\x04open\x18\x02 \x01(\x0b\x32\x18.pdserve.v1.OpenTransferH\x00\x12+\n\x05renew\x18\x03 \x01(\x0b\x32\x1a.pdserve.v1.RenewTransfersH\x00\x12*\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x19.pdserve.v1.CloseTransferH\x00\x42\t\n\x07message\"\x84\x02\n\x0f\x43ontrolResponse\x12.\n\x07welcome\x18\x01 \x01(\x0b\x32\x1b.pdserve.v1.TransferWelcomeH\x00\x12*\n\twatermark\x18\x02 \x01(\x0b\x32\x15.pdserve.v1.WatermarkH\x00\x12(\n\x08manifest\x18\x03 \x01(\x0b\x32\x14.pdserve.v1.ManifestH\x00\x12,\n\x06\x63losed\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.TransferClosedH\x00\x12\x32\n\theartbeat\x18\x05 \x01(\x0b\x32\x1d.pdserve.v1.TransferHeartbeatH\x00\x42\t\n\x07message\"\xd2\x01\n\rTransferHello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x11\n\tworker_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x17\n\x0fidentity_digest\x18\x04 \x01(\x0c\x12\x0e\n\x06layout\x18\x05 \x01(\t\x12\x1c\n\x14\x65xpected_incarnation\x18\x06 \x01(\t\x12\x12\n\ntransports\x18\x07 \x03(\t\x12\x0f\n\x07host_id\x18\x08 \x01(\t\x12\x13\n\x0bkv_converts\x18\t \x03(\t\"\xca\x01\n\x0fTransferWelcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x13\n\x0bincarnation\x18\x02 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x03 \x01(\t\x12\x12\n\ndata_token\x18\x04 \x01(\x0c\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x11\n\tintegrity\x18\x06 \x01(\t\x12\x0e\n\x06layout\x18\x07 \x01(\t\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x16\n\x0e\x66irst_kv_heads\x18\t \x03(\r\"Q\n\x0cOpenTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x18\n\x10num_cached_pages\x18\x02 \x01(\r\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"&\n\x0eRenewTransfers\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\t\"b\n\rCloseTransfer\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12,\n\x07outcome\x18\x02 \x01(\x0e\x32\x1b.pdserve.v1.TransferOutcome\x12\x0e\n\x06reason\x18\x03 \x01(\t\"C\n\nSourcePage\x12\x0f\n\x07page_id\x18\x01 \x01(\r\x12\x12\n\ngeneration\x18\x02 \x01(\r\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x06\"[\n\tWatermark\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x12\n\nfirst_page\x18\x02 \x01(\r\x12%\n\x05pages\x18\x03 \x03(\x0b\x32\x16.pdserve.v1.SourcePage\"\x90\x01\n\x08Manifest\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x11\n\tnum_pages\x18\x02 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x10\n\x08token_id\x18\x04 \x01(\r\x12\r\n\x05index\x18\x05 \x01(\r\x12\x15\n\rprompt_digest\x18\x06 \x01(\x0c\x12\x10\n\x08\x66inished\x18\x07 \x01(\x08\"5\n\x0eTransferClosed\x12\x13\n\x0btransfer_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\"\x13\n\x11TransferHeartbeat*\x8d\x01\n\x0fTransferOutcome\x12 \n\x1cTRANSFER_OUTCOME_UNSPECIFIED\x10\x00\x12\x1d\n\x19TRANSFER_OUTCOME_COMPLETE\x10\x01\x12\x1c\n\x18TRANSFER_OUTCOME_ABORTED\x10\x02\x12\x1b\n\x17TRANSFER_OUTCOME_FAILED\x10\x03\x32T\n\nKvTransfer\x12\x46\n\x07\x43ontrol\x12\x1a.pdserve.v1.ControlRequest\x1a\x1b.pdserve.v1.ControlResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pdserve.v1.kvtransfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TRANSFEROUTCOME']._serialized_start=1514
-  _globals['_TRANSFEROUTCOME']._serialized_end=1655
+  _globals['_TRANSFEROUTCOME']._serialized_start=1538
+  _globals['_TRANSFEROUTCOME']._serialized_end=1679
   _globals['_CONTROLREQUEST']._serialized_start=44
   _globals['_CONTROLREQUEST']._serialized_end=246
   _globals['_CONTROLRESPONSE']._serialized_start=249
@@ -40,23 +40,23 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRANSFERHELLO']._serialized_start=512
   _globals['_TRANSFERHELLO']._serialized_end=722
   _globals['_TRANSFERWELCOME']._serialized_start=725
-  _globals['_TRANSFERWELCOME']._serialized_end=903
-  _globals['_OPENTRANSFER']._serialized_start=905
-  _globals['_OPENTRANSFER']._serialized_end=986
-  _globals['_RENEWTRANSFERS']._serialized_start=988
-  _globals['_RENEWTRANSFERS']._serialized_end=1026
-  _globals['_CLOSETRANSFER']._serialized_start=1028
-  _globals['_CLOSETRANSFER']._serialized_end=1126
-  _globals['_SOURCEPAGE']._serialized_start=1128
-  _globals['_SOURCEPAGE']._serialized_end=1195
-  _globals['_WATERMARK']._serialized_start=1197
-  _globals['_WATERMARK']._serialized_end=1288
-  _globals['_MANIFEST']._serialized_start=1291
-  _globals['_MANIFEST']._serialized_end=1435
-  _globals['_TRANSFERCLOSED']._serialized_start=1437
-  _globals['_TRANSFERCLOSED']._serialized_end=1490
-  _globals['_TRANSFERHEARTBEAT']._serialized_start=1492
-  _globals['_TRANSFERHEARTBEAT']._serialized_end=1511
-  _globals['_KVTRANSFER']._serialized_start=1657
-  _globals['_KVTRANSFER']._serialized_end=1741
+  _globals['_TRANSFERWELCOME']._serialized_end=927
+  _globals['_OPENTRANSFER']._serialized_start=929
+  _globals['_OPENTRANSFER']._serialized_end=1010
+  _globals['_RENEWTRANSFERS']._serialized_start=1012
+  _globals['_RENEWTRANSFERS']._serialized_end=1050
+  _globals['_CLOSETRANSFER']._serialized_start=1052
+  _globals['_CLOSETRANSFER']._serialized_end=1150
+  _globals['_SOURCEPAGE']._serialized_start=1152
+  _globals['_SOURCEPAGE']._serialized_end=1219
+  _globals['_WATERMARK']._serialized_start=1221
+  _globals['_WATERMARK']._serialized_end=1312
+  _globals['_MANIFEST']._serialized_start=1315
+  _globals['_MANIFEST']._serialized_end=1459
+  _globals['_TRANSFERCLOSED']._serialized_start=1461
+  _globals['_TRANSFERCLOSED']._serialized_end=1514
+  _globals['_TRANSFERHEARTBEAT']._serialized_start=1516
+  _globals['_TRANSFERHEARTBEAT']._serialized_end=1535
+  _globals['_KVTRANSFER']._serialized_start=1681
+  _globals['_KVTRANSFER']._serialized_end=1765
 # @@protoc_insertion_point(module_scope)

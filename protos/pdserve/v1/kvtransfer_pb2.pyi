@@ -67,7 +67,7 @@ class TransferHello(_message.Message):
     def __init__(self, protocol_version: _Optional[int] = ..., worker_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., identity_digest: _Optional[bytes] = ..., layout: _Optional[str] = ..., expected_incarnation: _Optional[str] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., kv_converts: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class TransferWelcome(_message.Message):
-    __slots__ = ("protocol_version", "incarnation", "data_address", "data_token", "lease_ms", "integrity", "layout", "transport")
+    __slots__ = ("protocol_version", "incarnation", "data_address", "data_token", "lease_ms", "integrity", "layout", "transport", "first_kv_heads")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     DATA_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class TransferWelcome(_message.Message):
     INTEGRITY_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
+    FIRST_KV_HEADS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     incarnation: str
     data_address: str
@@ -84,7 +85,8 @@ class TransferWelcome(_message.Message):
     integrity: str
     layout: str
     transport: str
-    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., data_address: _Optional[str] = ..., data_token: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., integrity: _Optional[str] = ..., layout: _Optional[str] = ..., transport: _Optional[str] = ...) -> None: ...
+    first_kv_heads: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., incarnation: _Optional[str] = ..., data_address: _Optional[str] = ..., data_token: _Optional[bytes] = ..., lease_ms: _Optional[int] = ..., integrity: _Optional[str] = ..., layout: _Optional[str] = ..., transport: _Optional[str] = ..., first_kv_heads: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class OpenTransfer(_message.Message):
     __slots__ = ("transfer_id", "num_cached_pages", "request_id")

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pdserve.v1 import common_pb2 as pdserve_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xc0\x02\n\x0eSessionRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12$\n\x06submit\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.SubmitH\x00\x12\"\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.AbortH\x00\x12,\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.AttachSequenceH\x00\x12$\n\x06rebind\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.RebindH\x00\x12/\n\x0crenew_leases\x18\x06 \x01(\x0b\x32\x17.pdserve.v1.RenewLeasesH\x00\x12\x30\n\theartbeat\x18\x07 \x01(\x0b\x32\x1b.pdserve.v1.RouterHeartbeatH\x00\x42\t\n\x07message\"4\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"?\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\x9e\x03\n\x06Submit\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\x13\n\x0btransfer_id\x18\x03 \x01(\t\x12\x1e\n\x04part\x18\x04 \x01(\x0e\x32\x10.pdserve.v1.Role\x12!\n\x07prefill\x18\x05 \x01(\x0b\x32\x10.pdserve.v1.Peer\x12 \n\x06\x64\x65\x63ode\x18\x06 \x01(\x0b\x32\x10.pdserve.v1.Peer\x12\x1c\n\x10prompt_token_ids\x18\x07 \x03(\rB\x02\x10\x01\x12\x1d\n\x11\x65mitted_token_ids\x18\x08 \x03(\rB\x02\x10\x01\x12,\n\x08sampling\x18\t \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x10\n\x08priority\x18\x0c \x01(\x11\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12\x15\n\rprompt_digest\x18\x0f \x01(\x0c\"9\n\x05\x41\x62ort\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\x0e\n\x06reason\x18\x02 \x01(\t\"A\n\x0e\x41ttachSequence\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\r\n\x05index\x18\x02 \x01(\r\"z\n\x06Rebind\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\x17\n\x0fold_transfer_id\x18\x02 \x01(\t\x12\x13\n\x0btransfer_id\x18\x03 \x01(\t\x12 \n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.Peer\"#\n\x0bRenewLeases\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\t\"\x11\n\x0fRouterHeartbeat\"\x85\x02\n\x0fSessionResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x12\x34\n\x0breservation\x18\x02 \x01(\x0b\x32\x1d.pdserve.v1.ReservationResultH\x00\x12/\n\x0cstep_outputs\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.StepOutputsH\x00\x12&\n\x07\x61\x62orted\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.AbortedH\x00\x12\x30\n\theartbeat\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.WorkerHeartbeatH\x00\x42\t\n\x07message\"\xc4\x02\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x17\n\x0fidentity_digest\x18\x05 \x01(\x0c\x12\r\n\x05model\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x0e\n\x06layout\x18\t \x01(\t\x12\x11\n\tnum_pages\x18\n \x01(\r\x12\x11\n\tpage_size\x18\x0b \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0c \x01(\r\x12\x13\n\x0bkv_converts\x18\r \x03(\t\x12\x12\n\ntransports\x18\x0e \x03(\t\x12\x0f\n\x07host_id\x18\x0f \x01(\t\"\x91\x01\n\x11ReservationResult\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\x10\n\x08reserved\x18\x03 \x01(\x08\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\x12\x18\n\x10num_cached_pages\x18\x05 \x01(\r\"h\n\x0bStepOutputs\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12+\n\x07outputs\x18\x02 \x03(\x0b\x32\x1a.pdserve.v1.SequenceOutput\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.pdserve.v1.Load\"\x9f\x02\n\x0eSequenceOutput\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Delta\x12.\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.pdserve.v1.SequenceFinished\x12\'\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetail\x12$\n\x07timings\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.Timings\x12\x33\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobs\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"z\n\x10SequenceFinished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\":\n\x07\x41\x62orted\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\r\n\x05known\x18\x02 \x01(\x08\"l\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x03 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\x04 \x01(\x04\"T\n\x0fWorkerHeartbeat\x12\x1e\n\x04load\x18\x01 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x0f\n\x07leaving\x18\x03 \x01(\x08\x32P\n\x06Worker\x12\x46\n\x07Session\x12\x1a.pdserve.v1.SessionRequest\x1a\x1b.pdserve.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pdserve/v1/worker.proto\x12\npdserve.v1\x1a\x17pdserve/v1/common.proto\"\xc0\x02\n\x0eSessionRequest\x12\"\n\x05hello\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.HelloH\x00\x12$\n\x06submit\x18\x02 \x01(\x0b\x32\x12.pdserve.v1.SubmitH\x00\x12\"\n\x05\x61\x62ort\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.AbortH\x00\x12,\n\x06\x61ttach\x18\x04 \x01(\x0b\x32\x1a.pdserve.v1.AttachSequenceH\x00\x12$\n\x06rebind\x18\x05 \x01(\x0b\x32\x12.pdserve.v1.RebindH\x00\x12/\n\x0crenew_leases\x18\x06 \x01(\x0b\x32\x17.pdserve.v1.RenewLeasesH\x00\x12\x30\n\theartbeat\x18\x07 \x01(\x0b\x32\x1b.pdserve.v1.RouterHeartbeatH\x00\x42\t\n\x07message\"4\n\x05Hello\x12\x11\n\trouter_id\x18\x01 \x01(\t\x12\x18\n\x10protocol_version\x18\x02 \x01(\r\"?\n\x04Peer\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\"\xc8\x03\n\x06Submit\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\x13\n\x0btransfer_id\x18\x03 \x01(\t\x12\x1e\n\x04part\x18\x04 \x01(\x0e\x32\x10.pdserve.v1.Role\x12!\n\x07prefill\x18\x05 \x01(\x0b\x32\x10.pdserve.v1.Peer\x12 \n\x06\x64\x65\x63ode\x18\x06 \x01(\x0b\x32\x10.pdserve.v1.Peer\x12\x1c\n\x10prompt_token_ids\x18\x07 \x03(\rB\x02\x10\x01\x12\x1d\n\x11\x65mitted_token_ids\x18\x08 \x03(\rB\x02\x10\x01\x12,\n\x08sampling\x18\t \x01(\x0b\x32\x1a.pdserve.v1.SamplingParams\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\n \x01(\r\x12\x13\n\x0btraceparent\x18\x0b \x01(\t\x12\x10\n\x08priority\x18\x0c \x01(\x11\x12\x12\n\ncache_salt\x18\r \x01(\t\x12\x0e\n\x06tenant\x18\x0e \x01(\t\x12\x15\n\rprompt_digest\x18\x0f \x01(\x0c\x12(\n\x0eprefill_shards\x18\x10 \x03(\x0b\x32\x10.pdserve.v1.Peer\"9\n\x05\x41\x62ort\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\x0e\n\x06reason\x18\x02 \x01(\t\"A\n\x0e\x41ttachSequence\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\r\n\x05index\x18\x02 \x01(\r\"z\n\x06Rebind\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\x17\n\x0fold_transfer_id\x18\x02 \x01(\t\x12\x13\n\x0btransfer_id\x18\x03 \x01(\t\x12 \n\x06\x64\x65\x63ode\x18\x04 \x01(\x0b\x32\x10.pdserve.v1.Peer\"#\n\x0bRenewLeases\x12\x14\n\x0ctransfer_ids\x18\x01 \x03(\t\"\x11\n\x0fRouterHeartbeat\"\x85\x02\n\x0fSessionResponse\x12&\n\x07welcome\x18\x01 \x01(\x0b\x32\x13.pdserve.v1.WelcomeH\x00\x12\x34\n\x0breservation\x18\x02 \x01(\x0b\x32\x1d.pdserve.v1.ReservationResultH\x00\x12/\n\x0cstep_outputs\x18\x03 \x01(\x0b\x32\x17.pdserve.v1.StepOutputsH\x00\x12&\n\x07\x61\x62orted\x18\x04 \x01(\x0b\x32\x13.pdserve.v1.AbortedH\x00\x12\x30\n\theartbeat\x18\x05 \x01(\x0b\x32\x1b.pdserve.v1.WorkerHeartbeatH\x00\x42\t\n\x07message\"\xc4\x02\n\x07Welcome\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x1e\n\x04role\x18\x02 \x01(\x0e\x32\x10.pdserve.v1.Role\x12\x13\n\x0bincarnation\x18\x03 \x01(\t\x12\x18\n\x10protocol_version\x18\x04 \x01(\r\x12\x17\n\x0fidentity_digest\x18\x05 \x01(\x0c\x12\r\n\x05model\x18\x06 \x01(\t\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x12\n\nvocab_size\x18\x08 \x01(\r\x12\x0e\n\x06layout\x18\t \x01(\t\x12\x11\n\tnum_pages\x18\n \x01(\r\x12\x11\n\tpage_size\x18\x0b \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0c \x01(\r\x12\x13\n\x0bkv_converts\x18\r \x03(\t\x12\x12\n\ntransports\x18\x0e \x03(\t\x12\x0f\n\x07host_id\x18\x0f \x01(\t\"\x91\x01\n\x11ReservationResult\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\x16\n\x0ereservation_id\x18\x02 \x01(\t\x12\x10\n\x08reserved\x18\x03 \x01(\x08\x12\x16\n\x0eretry_after_ms\x18\x04 \x01(\r\x12\x18\n\x10num_cached_pages\x18\x05 \x01(\r\"h\n\x0bStepOutputs\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12+\n\x07outputs\x18\x02 \x03(\x0b\x32\x1a.pdserve.v1.SequenceOutput\x12\x1e\n\x04load\x18\x03 \x01(\x0b\x32\x10.pdserve.v1.Load\"\x9f\x02\n\x0eSequenceOutput\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12 \n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x11.pdserve.v1.Delta\x12.\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x1c.pdserve.v1.SequenceFinished\x12\'\n\x06\x66\x61iled\x18\x04 \x01(\x0b\x32\x17.pdserve.v1.ErrorDetail\x12$\n\x07timings\x18\x05 \x01(\x0b\x32\x13.pdserve.v1.Timings\x12\x33\n\x0fprompt_logprobs\x18\x06 \x01(\x0b\x32\x1a.pdserve.v1.PromptLogprobs\x12\x15\n\rcached_tokens\x18\x07 \x01(\r\"z\n\x10SequenceFinished\x12/\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x18.pdserve.v1.FinishReason\x12\x13\n\x0bstop_reason\x18\x02 \x01(\t\x12 \n\x05usage\x18\x03 \x01(\x0b\x32\x11.pdserve.v1.Usage\":\n\x07\x41\x62orted\x12 \n\x05\x66\x65nce\x18\x01 \x01(\x0b\x32\x11.pdserve.v1.Fence\x12\r\n\x05known\x18\x02 \x01(\x08\"l\n\x04Load\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x16\n\x0enum_free_pages\x18\x03 \x01(\r\x12\"\n\x1anum_pending_prefill_tokens\x18\x04 \x01(\x04\"T\n\x0fWorkerHeartbeat\x12\x1e\n\x04load\x18\x01 \x01(\x0b\x32\x10.pdserve.v1.Load\x12\x10\n\x08\x64raining\x18\x02 \x01(\x08\x12\x0f\n\x07leaving\x18\x03 \x01(\x08\x32P\n\x06Worker\x12\x46\n\x07Session\x12\x1a.pdserve.v1.SessionRequest\x1a\x1b.pdserve.v1.SessionResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,35 +43,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PEER']._serialized_start=441
   _globals['_PEER']._serialized_end=504
   _globals['_SUBMIT']._serialized_start=507
-  _globals['_SUBMIT']._serialized_end=921
-  _globals['_ABORT']._serialized_start=923
-  _globals['_ABORT']._serialized_end=980
-  _globals['_ATTACHSEQUENCE']._serialized_start=982
-  _globals['_ATTACHSEQUENCE']._serialized_end=1047
-  _globals['_REBIND']._serialized_start=1049
-  _globals['_REBIND']._serialized_end=1171
-  _globals['_RENEWLEASES']._serialized_start=1173
-  _globals['_RENEWLEASES']._serialized_end=1208
-  _globals['_ROUTERHEARTBEAT']._serialized_start=1210
-  _globals['_ROUTERHEARTBEAT']._serialized_end=1227
-  _globals['_SESSIONRESPONSE']._serialized_start=1230
-  _globals['_SESSIONRESPONSE']._serialized_end=1491
-  _globals['_WELCOME']._serialized_start=1494
-  _globals['_WELCOME']._serialized_end=1818
-  _globals['_RESERVATIONRESULT']._serialized_start=1821
-  _globals['_RESERVATIONRESULT']._serialized_end=1966
-  _globals['_STEPOUTPUTS']._serialized_start=1968
-  _globals['_STEPOUTPUTS']._serialized_end=2072
-  _globals['_SEQUENCEOUTPUT']._serialized_start=2075
-  _globals['_SEQUENCEOUTPUT']._serialized_end=2362
-  _globals['_SEQUENCEFINISHED']._serialized_start=2364
-  _globals['_SEQUENCEFINISHED']._serialized_end=2486
-  _globals['_ABORTED']._serialized_start=2488
-  _globals['_ABORTED']._serialized_end=2546
-  _globals['_LOAD']._serialized_start=2548
-  _globals['_LOAD']._serialized_end=2656
-  _globals['_WORKERHEARTBEAT']._serialized_start=2658
-  _globals['_WORKERHEARTBEAT']._serialized_end=2742
-  _globals['_WORKER']._serialized_start=2744
-  _globals['_WORKER']._serialized_end=2824
+  _globals['_SUBMIT']._serialized_end=963
+  _globals['_ABORT']._serialized_start=965
+  _globals['_ABORT']._serialized_end=1022
+  _globals['_ATTACHSEQUENCE']._serialized_start=1024
+  _globals['_ATTACHSEQUENCE']._serialized_end=1089
+  _globals['_REBIND']._serialized_start=1091
+  _globals['_REBIND']._serialized_end=1213
+  _globals['_RENEWLEASES']._serialized_start=1215
+  _globals['_RENEWLEASES']._serialized_end=1250
+  _globals['_ROUTERHEARTBEAT']._serialized_start=1252
+  _globals['_ROUTERHEARTBEAT']._serialized_end=1269
+  _globals['_SESSIONRESPONSE']._serialized_start=1272
+  _globals['_SESSIONRESPONSE']._serialized_end=1533
+  _globals['_WELCOME']._serialized_start=1536
+  _globals['_WELCOME']._serialized_end=1860
+  _globals['_RESERVATIONRESULT']._serialized_start=1863
+  _globals['_RESERVATIONRESULT']._serialized_end=2008
+  _globals['_STEPOUTPUTS']._serialized_start=2010
+  _globals['_STEPOUTPUTS']._serialized_end=2114
+  _globals['_SEQUENCEOUTPUT']._serialized_start=2117
+  _globals['_SEQUENCEOUTPUT']._serialized_end=2404
+  _globals['_SEQUENCEFINISHED']._serialized_start=2406
+  _globals['_SEQUENCEFINISHED']._serialized_end=2528
+  _globals['_ABORTED']._serialized_start=2530
+  _globals['_ABORTED']._serialized_end=2588
+  _globals['_LOAD']._serialized_start=2590
+  _globals['_LOAD']._serialized_end=2698
+  _globals['_WORKERHEARTBEAT']._serialized_start=2700
+  _globals['_WORKERHEARTBEAT']._serialized_end=2784
+  _globals['_WORKER']._serialized_start=2786
+  _globals['_WORKER']._serialized_end=2866
 # @@protoc_insertion_point(module_scope)

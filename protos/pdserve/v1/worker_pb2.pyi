@@ -44,7 +44,7 @@ class Peer(_message.Message):
     def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
 
 class Submit(_message.Message):
-    __slots__ = ("fence", "reservation_id", "transfer_id", "part", "prefill", "decode", "prompt_token_ids", "emitted_token_ids", "sampling", "deadline_ms", "traceparent", "priority", "cache_salt", "tenant", "prompt_digest")
+    __slots__ = ("fence", "reservation_id", "transfer_id", "part", "prefill", "decode", "prompt_token_ids", "emitted_token_ids", "sampling", "deadline_ms", "traceparent", "priority", "cache_salt", "tenant", "prompt_digest", "prefill_shards")
     FENCE_FIELD_NUMBER: _ClassVar[int]
     RESERVATION_ID_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Submit(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     TENANT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SHARDS_FIELD_NUMBER: _ClassVar[int]
     fence: _common_pb2.Fence
     reservation_id: str
     transfer_id: str
@@ -75,7 +76,8 @@ class Submit(_message.Message):
     cache_salt: str
     tenant: str
     prompt_digest: bytes
-    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., reservation_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., part: _Optional[_Union[_common_pb2.Role, str]] = ..., prefill: _Optional[_Union[Peer, _Mapping]] = ..., decode: _Optional[_Union[Peer, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_digest: _Optional[bytes] = ...) -> None: ...
+    prefill_shards: _containers.RepeatedCompositeFieldContainer[Peer]
+    def __init__(self, fence: _Optional[_Union[_common_pb2.Fence, _Mapping]] = ..., reservation_id: _Optional[str] = ..., transfer_id: _Optional[str] = ..., part: _Optional[_Union[_common_pb2.Role, str]] = ..., prefill: _Optional[_Union[Peer, _Mapping]] = ..., decode: _Optional[_Union[Peer, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., emitted_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_common_pb2.SamplingParams, _Mapping]] = ..., deadline_ms: _Optional[int] = ..., traceparent: _Optional[str] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., tenant: _Optional[str] = ..., prompt_digest: _Optional[bytes] = ..., prefill_shards: _Optional[_Iterable[_Union[Peer, _Mapping]]] = ...) -> None: ...
 
 class Abort(_message.Message):
     __slots__ = ("fence", "reason")
