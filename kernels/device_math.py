@@ -35,8 +35,10 @@ def load_kv(pointers, mask, like, IS_FP8: tl.constexpr):
     raw = tl.load(pointers, mask=mask, other=0)
     if IS_FP8:
         bits = raw.to(tl.uint16)
-        # e4m3's exponent and mantissa lie in float16's place for values 2**8 smaller (biases 7 and 15).
-        half = ((bits & 0x80) << 8) | ((bits & 0x7F) << 7)
+        # e4m3's exponent and mantissa lie in float16's place for values 2**8 smaller (biases 7 and 15). NaN is all
+        # ones: of it alone adding one carries, and that bit fills float16's exponent, so that it is NaN there too.
+        size = bits & 0x7F
+        half = ((bits & 0x80) << 8) | ((size | ((size + 1) & 0x80)) << 7)
         value = half.to(tl.float16, bitcast=True).to(like.dtype)
     else:
         value = raw.to(like.dtype)
@@ -45,15 +47,20 @@ def load_kv(pointers, mask, like, IS_FP8: tl.constexpr):
 
 @triton.jit
 def e4m3_bits(value):
-    """float32 -> e4m3 bits as uint8: to nearest, ties to even, saturating at 448. NaN becomes 448."""
+    """float32 -> e4m3 bits as uint8: to nearest, ties to even, saturating at 448; what is not finite becomes NaN.
+
+    e4m3 has no infinity, and a damaged number must not turn into one that looks right.
+    """
     bits = value.to(tl.uint32, bitcast=True)
     size = bits & 0x7FFFFFFF
+    is_finite = size < 0x7F800000
     size = tl.minimum(size, 0x43E00000)  # 448
     normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # 960: the exponent biases' difference, times 8
     # Adding 2**23 rounds to an integer: multiples of 2**-9, the step of e4m3's subnormal numbers.
     shifted = size.to(tl.float32, bitcast=True) * 512.0 + 8388608.0
     subnormal = shifted.to(tl.uint32, bitcast=True) & 0xF
     encoded = tl.where(size < 0x3C800000, subnormal, normal)  # 2**-6
+    encoded = tl.where(is_finite, encoded, 0x7F)
     return (((bits >> 24) & 0x80) | encoded).to(tl.uint8)
 
 

@@ -68,7 +68,8 @@ def store_kv(
     Args:
         keys: `[num_tokens, num_kv_heads, k_dim]`, last dimension contiguous.
         values: `[num_tokens, num_kv_heads, v_dim]`, last dimension contiguous.
-        key_pages: Key view of one layer; if float8_e4m3fn, keys are divided by `key_scale` and rounded, at most 448.
+        key_pages: Key view of one layer; if float8_e4m3fn, keys are divided by `key_scale` and rounded, at most
+            448; what is not finite becomes NaN.
         value_pages: Value view of one layer, likewise.
         slots: `[num_tokens]`, distinct; -1: the row is not stored.
         key_scale: See `key_pages`.

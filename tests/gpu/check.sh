@@ -17,7 +17,7 @@ export OMP_NUM_THREADS=2 TRITON_CACHE_DIR="$paths/cache" HF_HUB_OFFLINE=1 TRANSF
 parts=(
     "tests.kernels.triton_cases --gpu decode_variants decode_many_splits"
     "tests.kernels.triton_cases --gpu prefill_variants divided_work"
-    "tests.kernels.triton_cases --gpu bfloat16 fp8 fp8_pool fp8_bits store_small store_fp8"
+    "tests.kernels.triton_cases --gpu bfloat16 fp8 fp8_pool fp8_damage fp8_bits store_small store_fp8"
     "tests.kernels.triton_cases --gpu decode_small prefill_small pages norm rotary silu"
     "tests.gpu.engine pair"
 )

@@ -44,7 +44,7 @@ def run(*command: str, timeout_s: float = HANG_S, cpu_s: int | None = None, **en
 
 @PATIENT
 def test_representative_cases() -> None:
-    run("-m", "tests.kernels.triton_cases", "decode_small", "prefill_small", "store_small", cpu_s=90)
+    run("-m", "tests.kernels.triton_cases", "decode_small", "prefill_small", "store_small", "fp8_bits", cpu_s=90)
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ CASES = {
     "divided_work": attention.divided_work,
     "fp8": attention.fp8,
     "fp8_pool": attention.fp8_pool,
+    "fp8_damage": attention.fp8_damage,
     "bfloat16": attention.bfloat16,
     "random_batches": attention.random_batches,
     "store": movement.store,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from pdserve.core.layout import FP8
 from pdserve.engine.device import DevicePool
@@ -14,7 +16,7 @@ from pdserve.kernels.gpu import attend
 from pdserve.kernels.paged_attention import decode_attention
 from pdserve.kernels.prefill_attention import prefill_attention
 from pdserve.kernels.store_kv import store_kv
-from tests.kernels.naive import Case, naive_attention
+from tests.kernels.naive import Case, Inputs, naive_attention
 from tests.kernels.triton_cases.device import is_gpu, launch, profile
 from tests.kernels.triton_cases.pools import LAYER, layout_of, make_inputs, tensors_of
 from tests.kernels.triton_cases.report import Outcome, compare
@@ -173,18 +175,44 @@ def fp8_pool() -> list[Outcome]:
     case = Case((21, 1, 16), (21, 1, 16), 4, 2, 128, 128, 16)
     outcomes = []
     for dtype in DTYPES:
-        inputs = make_inputs(case, dtype, 2)
-        layout = replace(layout_of(case, dtype), dtype=FP8)
-        pages = DevicePool(layout, inputs.key_pages.shape[0], torch.device("cpu")).views()[LAYER]
-        at = [(table, torch.arange(n)) for table, n in zip(inputs.page_tables, case.kv_lens, strict=True)]
-        slots = torch.cat([table[t // 16] * 16 + t % 16 for table, t in at])
-        launch(store_kv, *(torch.cat(x).to(dtype) for x in (inputs.keys, inputs.values)), *pages, slots)
-        keys, values = ([x.to(torch.float8_e4m3fn).float() for x in xs] for xs in (inputs.keys, inputs.values))
-        launched = (inputs.query, *pages, inputs.page_tables, inputs.query_starts, inputs.kv_lens, profile())
-        expected = naive_attention(case, replace(inputs, keys=keys, values=values), 0.125)
-        actual = launch(attend, *launched, scale=0.125)
+        actual, expected = _over_fp8_pool(case, make_inputs(case, dtype, 2), dtype)
         outcomes.append(compare(f"fp8 pool {str(dtype).removeprefix('torch.')}", actual, expected, limit_of(dtype)))
     return outcomes
+
+
+def fp8_damage() -> list[Outcome]:
+    """A number that is not finite in the KV of a token makes NaN of each answer that depends on it, and of no other.
+
+    Without that, a damaged activation would end as a token that looks right.
+    """
+    outcomes = []
+    for name, case in {
+        "decode": Case((1, 1, 1), (290, 33, 20), 4, 2, 64, 64, 16),
+        "mixed": Case((5, 1, 3), (40, 33, 20), 4, 2, 64, 64, 16),
+    }.items():
+        inputs = make_inputs(case, torch.float16, 3)
+        inputs.keys[0][2, 0, 5] = math.nan
+        inputs.values[1][7, 1, 9] = math.inf
+        actual, expected = _over_fp8_pool(case, inputs, torch.float16)
+        assert 0 < int(expected.isnan().sum()) < expected.numel(), name
+        differing = float((actual.isnan() != expected.isnan()).sum())
+        outcomes.append(Outcome(f"fp8 damage {name}, NaN in the wrong places", differing, 0.0))
+        sound = ~expected.isnan()
+        outcomes.append(compare(f"fp8 damage {name}", actual[sound], expected[sound], limit_of(torch.float16)))
+    return outcomes
+
+
+def _over_fp8_pool(case: Case, inputs: Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Stores all tokens in a pool of e4m3 numbers and attends over it; the answers, and what they should be."""
+    layout = replace(layout_of(case, dtype), dtype=FP8)
+    pages = DevicePool(layout, inputs.key_pages.shape[0], torch.device("cpu")).views()[LAYER]
+    at = [(table, torch.arange(n)) for table, n in zip(inputs.page_tables, case.kv_lens, strict=True)]
+    slots = torch.cat([table[t // case.page_size] * case.page_size + t % case.page_size for table, t in at])
+    launch(store_kv, *(torch.cat(x).to(dtype) for x in (inputs.keys, inputs.values)), *pages, slots)
+    launched = (inputs.query, *pages, inputs.page_tables, inputs.query_starts, inputs.kv_lens, profile())
+    keys, values = ([x.to(torch.float8_e4m3fn).float() for x in xs] for xs in (inputs.keys, inputs.values))
+    expected = naive_attention(case, replace(inputs, keys=keys, values=values), 0.125)
+    return launch(attend, *launched, scale=0.125), expected
 
 
 def bfloat16() -> list[Outcome]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -66,11 +68,12 @@ def _store(dtype: torch.dtype, case: Case) -> list[Outcome]:
 
 
 def store_fp8() -> list[Outcome]:
-    """Rounded as torch rounds, after the scale; large numbers become 448."""
+    """Rounded as torch rounds, after the scale; large numbers become 448, and what is not finite NaN."""
     case = Case((), (), 2, 2, 64, 64, 16)
     layout = layout_of(case, torch.float16)
     keys, values, slots = _new_tokens(case, torch.float16)
     keys = keys * 300
+    keys[2, 0, :3] = values[2, 1, -3:] = torch.tensor([math.nan, math.inf, -math.inf])
     _, views = poisoned_pages(layout, 4)
     views, expected = as_fp8(views, layout, 4), as_fp8(views, layout, 4)
     launch(store_kv, keys, values, views.keys, views.values, slots, key_scale=2.0, value_scale=0.25)
@@ -86,24 +89,27 @@ def store_fp8() -> list[Outcome]:
 
 
 def _fp8(x: Tensor) -> Tensor:
-    return x.float().clamp(-448.0, 448.0).to(torch.float8_e4m3fn).view(torch.uint8)
+    wide = x.float()
+    limited = torch.where(wide.isfinite(), wide.clamp(-448.0, 448.0), torch.full_like(wide, math.nan).copysign(wide))
+    return limited.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def fp8_bits() -> list[Outcome]:
     """All codes one way; numbers of every size, ties and the borders between them the other way."""
     codes = torch.arange(256, dtype=torch.int32).to(torch.uint8)
-    codes[[0x7F, 0xFF]] = 0  # NaN
+    is_nan = (codes & 0x7F) == 0x7F
     outcomes = []
-    for dtype in (torch.float32, torch.float16):
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
         decoded = torch.zeros(256, dtype=dtype)
         launch(_decode[1,], codes, decoded, 256)
         exact = codes.view(torch.float8_e4m3fn).float() / E4M3_UNIT
-        outcomes.append(same(f"decode to {dtype}", decoded.float() + 0.0, exact + 0.0))
-    finite = codes.view(torch.float8_e4m3fn).float().sort().values
+        outcomes.append(same(f"decode to {dtype}", decoded[~is_nan].float() + 0.0, exact[~is_nan] + 0.0))
+        outcomes.append(Outcome(f"NaN that is none as {dtype}", float((~decoded[is_nan].isnan()).sum()), 0.0))
+    finite = codes[~is_nan].view(torch.float8_e4m3fn).float().sort().values
     between = (finite[1:] + finite[:-1]) / 2
     rng = torch.Generator().manual_seed(0)
     sizes = torch.exp2(torch.rand(2048, generator=rng) * 24 - 14) * torch.randn(2048, generator=rng).sign()
-    extremes = torch.tensor([0.0, -0.0, 448.0, 464.0, 1e9, -1e30, float("inf"), -float("inf"), 1e-30])
+    extremes = torch.tensor([0.0, -0.0, 448.0, 464.0, 1e9, -1e30, 1e-30, math.inf, -math.inf, math.nan, -math.nan])
     numbers = torch.cat((finite, between, between.nextafter(torch.tensor(999.0)), sizes, extremes))
     numbers = torch.nn.functional.pad(numbers, (0, 4096 - len(numbers)))
     encoded = torch.zeros(4096, dtype=torch.uint8)
