@@ -17,20 +17,21 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.configs import MAX_DECODE_ROWS, MIN_DOT_ROWS, AttentionConfig, power_of_two
-from pdserve.kernels.device_math import E4M3_UNIT, LOG2_E, load_kv, locate, soften
+from pdserve.kernels.device_math import E4M3_UNIT, LOG2_E
+from pdserve.kernels.online_softmax import answer, attend_over
 
 _PARTS = tl.constexpr(16)  # parts that stage 2 reads at a time
 
 
 @triton.jit
 def _shares(kv_len, num_splits, window, HAS_WINDOW: tl.constexpr, BLOCK_N: tl.constexpr, MIN_SHARE: tl.constexpr):
-    """First token that is seen, where the shares begin (aligned down), and tokens per share."""
+    """Where the shares begin: at the first token that is seen, aligned down; and tokens per share, whole blocks."""
     first = 0
     if HAS_WINDOW:
         first = tl.maximum(kv_len - window, 0)
     begin = first // BLOCK_N * BLOCK_N
     share = tl.cdiv(tl.cdiv(kv_len - begin, num_splits), MIN_SHARE) * MIN_SHARE
-    return first, begin, share
+    return begin, share
 
 
 @triton.jit
@@ -51,7 +52,7 @@ def _stage1(
     if tl.load(query_starts + seq + 1) - row != 1:
         return
     kv_len = tl.load(kv_lens + seq).to(tl.int32)
-    first, begin, share = _shares(kv_len, num_splits, window, HAS_WINDOW, BLOCK_N, MIN_SHARE)
+    begin, share = _shares(kv_len, num_splits, window, HAS_WINDOW, BLOCK_N, MIN_SHARE)
     begin += split * share
     end = tl.minimum(begin + share, kv_len)
     if not IS_DIRECT and begin >= kv_len:
@@ -71,38 +72,15 @@ def _stage1(
     acc = tl.zeros([BLOCK_H, BLOCK_V], tl.float32)
     top = tl.full([BLOCK_H], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_H], tl.float32)
-    for at in range(begin, end, BLOCK_N):
-        pages, offsets = locate(table, at, end, PAGE_SIZE, BLOCK_N)
-        positions = at + tl.arange(0, BLOCK_N)
-        is_token = positions < end
-        k_at = key_base + (pages * k_stride_page + offsets * k_stride_token)[:, None] + k_dims[None, :]
-        k = load_kv(k_at, is_token[:, None] & (k_dims < K_DIM)[None, :], q, IS_FP8)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
-        if HAS_SOFTCAP:
-            scores = soften(scores, softcap)
-        seen = is_token
-        if HAS_WINDOW:
-            seen = seen & (positions >= first)
-        scores = tl.where(seen[None, :], scores * LOG2_E, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        fade = tl.exp2(top - new_top)
-        weights = tl.exp2(scores - new_top[:, None])
-        total = total * fade + tl.sum(weights, 1)
-        # Slots past the end may hold NaN: they are masked, not only weighted with 0.
-        v_at = value_base + (pages * v_stride_page + offsets * v_stride_token)[:, None] + v_dims[None, :]
-        v = load_kv(v_at, is_token[:, None] & (v_dims < V_DIM)[None, :], q, IS_FP8)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        top = new_top
+    acc, top, total = attend_over(
+        acc, top, total, q, tl.full([1], kv_len - 1, tl.int32), begin, end, kv_len, table, key_base, value_base,
+        k_stride_page, k_stride_token, v_stride_page, v_stride_token, score_scale, softcap, window,
+        K_DIM, V_DIM, PAGE_SIZE, BLOCK_N, BLOCK_K, BLOCK_V, IS_FP8, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
+    )  # fmt: skip
 
     is_out = is_head[:, None] & (v_dims < V_DIM)[None, :]
     if IS_DIRECT:
-        if HAS_SINKS:
-            sink = tl.load(sinks + heads, mask=is_head, other=0.0).to(tl.float32) * LOG2_E
-            new_top = tl.maximum(top, sink)
-            fade = tl.exp2(top - new_top)
-            total = total * fade + tl.exp2(sink - new_top)
-            acc = acc * fade[:, None]
-        result = acc * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+        result = answer(acc, top, total, sinks, heads, is_head, value_scale, HAS_SINKS)
         out_at = output + (row * NUM_HEADS + heads)[:, None] * V_DIM + v_dims[None, :]
         tl.store(out_at, result.to(output.dtype.element_ty), mask=is_out)
     else:
@@ -123,7 +101,7 @@ def _stage2(
     if tl.load(query_starts + seq + 1) - row != 1:
         return
     kv_len = tl.load(kv_lens + seq).to(tl.int32)
-    _, begin, share = _shares(kv_len, num_splits, window, HAS_WINDOW, BLOCK_N, MIN_SHARE)
+    begin, share = _shares(kv_len, num_splits, window, HAS_WINDOW, BLOCK_N, MIN_SHARE)
     num_live = tl.cdiv(kv_len - begin, tl.maximum(share, 1))
     v_dims = tl.arange(0, BLOCK_V)
     base = (seq.to(tl.int64) * NUM_HEADS + head) * num_splits

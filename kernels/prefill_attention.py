@@ -13,7 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from pdserve.kernels.configs import MIN_DOT_ROWS, AttentionConfig, power_of_two
-from pdserve.kernels.device_math import E4M3_UNIT, LOG2_E, load_kv, locate, soften
+from pdserve.kernels.device_math import E4M3_UNIT
+from pdserve.kernels.online_softmax import answer, attend_over
 
 _SEARCH = tl.constexpr(128)  # sequences compared at a time when a block looks for its own
 
@@ -28,50 +29,6 @@ def _sequence_of(block, query_starts, num_seqs, BLOCK_Q: tl.constexpr):
         owned = (index < num_seqs) & (starts // BLOCK_Q + index <= block)
         count += tl.sum(owned.to(tl.int32), 0)
     return count - 1
-
-
-@triton.jit
-def _attend(
-    acc, top, total, q, row_positions, begin, end, kv_len, table, key_base, value_base,
-    k_stride_page, k_stride_token, v_stride_page, v_stride_token, score_scale, softcap, window,
-    K_DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, IS_FP8: tl.constexpr, IS_MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Takes the tokens from `begin` to `end` into the running softmax. Not masked: every row sees all of them."""
-    k_dims = tl.arange(0, BLOCK_K)
-    v_dims = tl.arange(0, BLOCK_V)
-    for at in range(begin, end, BLOCK_N):
-        pages, offsets = locate(table, at, kv_len, PAGE_SIZE, BLOCK_N)
-        positions = at + tl.arange(0, BLOCK_N)
-        is_key = (k_dims < K_DIM)[None, :]
-        is_value = (v_dims < V_DIM)[None, :]
-        if IS_MASKED:
-            is_key = is_key & (positions < kv_len)[:, None]
-            is_value = is_value & (positions < kv_len)[:, None]
-        k_at = key_base + (pages * k_stride_page + offsets * k_stride_token)[:, None] + k_dims[None, :]
-        k = load_kv(k_at, is_key, q, IS_FP8)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * score_scale
-        if HAS_SOFTCAP:
-            scores = soften(scores, softcap)
-        scores = scores * LOG2_E
-        if IS_MASKED:
-            seen = positions[None, :] <= row_positions[:, None]
-            if HAS_WINDOW:
-                seen = seen & (positions[None, :] > row_positions[:, None] - window)
-            scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        base = new_top
-        if IS_MASKED:
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen no token yet
-        fade = tl.exp2(top - base)
-        weights = tl.exp2(scores - base[:, None])
-        total = total * fade + tl.sum(weights, 1)
-        v_at = value_base + (pages * v_stride_page + offsets * v_stride_token)[:, None] + v_dims[None, :]
-        v = load_kv(v_at, is_value, q, IS_FP8)
-        acc = tl.dot(weights.to(v.dtype), v, acc * fade[:, None], input_precision=PRECISION)
-        top = new_top
-    return acc, top, total
 
 
 @triton.jit
@@ -121,24 +78,18 @@ def _prefill(
     else:
         # Whole blocks that the first row, and so every row, sees need no mask.
         begin = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
-        acc, top, total = _attend(
+        acc, top, total = attend_over(
             acc, top, total, q, row_positions, 0, begin, kv_len, table, key_base, value_base,
             k_stride_page, k_stride_token, v_stride_page, v_stride_token, score_scale, softcap, window,
             K_DIM, V_DIM, PAGE_SIZE, BLOCK_N, BLOCK_K, BLOCK_V, IS_FP8, False, False, HAS_SOFTCAP, PRECISION,
         )  # fmt: skip
-    acc, top, total = _attend(
+    acc, top, total = attend_over(
         acc, top, total, q, row_positions, begin, end, kv_len, table, key_base, value_base,
         k_stride_page, k_stride_token, v_stride_page, v_stride_token, score_scale, softcap, window,
         K_DIM, V_DIM, PAGE_SIZE, BLOCK_N, BLOCK_K, BLOCK_V, IS_FP8, True, HAS_WINDOW, HAS_SOFTCAP, PRECISION,
     )  # fmt: skip
 
-    if HAS_SINKS:
-        sink = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
-        new_top = tl.maximum(top, sink)
-        fade = tl.exp2(top - new_top)
-        total = total * fade + tl.exp2(sink - new_top)
-        acc = acc * fade[:, None]
-    result = acc * (value_scale / tl.where(total > 0.0, total, 1.0))[:, None]
+    result = answer(acc, top, total, sinks, heads, is_row, value_scale, HAS_SINKS)
     out_at = output + (tokens * NUM_HEADS + heads)[:, None] * V_DIM + v_dims[None, :]
     tl.store(out_at, result.to(output.dtype.element_ty), mask=is_row[:, None] & (v_dims < V_DIM)[None, :])
 
