@@ -6,9 +6,10 @@ import logging
 import math
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import ConfigError, PdserveError
@@ -20,25 +21,31 @@ from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.batching import make_batching
 from pdserve.engine.chunks import SchedulerLimits
-from pdserve.engine.config import DEFAULT_STEP_TARGET_MS, KV_DTYPES, EngineConfig
+from pdserve.engine.config import KV_DTYPES, EngineConfig
 from pdserve.engine.engine_core import EngineCore, Staging
 from pdserve.engine.kv_cache import PlainPool, PoolMemory
+from pdserve.engine.measuring import MAX_TOKEN_BUDGET, EngineSizes, chooses_by_costs, measure
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.policies import make_policy
-from pdserve.engine.preemption_costs import PreemptionMeter, measure_preemption
 from pdserve.engine.prefix_cache import PrefixCache
 from pdserve.engine.preparation import PREPARE_WAIT_S, Prepare, finish
-from pdserve.engine.profile import StepMeter, StepProfile, measure_context_unit, profile_steps
+from pdserve.engine.profile import StepProfile
 from pdserve.engine.progress import Progress, SilentProgress
 from pdserve.engine.step import Runner, RunnerOutput, SchedulerOutput
 from pdserve.engine.swap import PreemptionCosts, SwapSpace
+
+if TYPE_CHECKING:
+    import torch
+
+    from pdserve.engine.grammars import Grammars
+    from pdserve.engine.loader import LoadedModel
+    from pdserve.engine.logits import LogitsProcessor
+    from pdserve.engine.runner import ModelRunner
 
 MakePool = Callable[[KVLayout, int], PoolMemory]
 
 _FAKE_MAX_MODEL_LEN = 1 << 20
 _FAKE_NUM_PAGES = 4096
-_MAX_TOKEN_BUDGET = 2048
-_CONTEXT_CHUNK, _CONTEXT = 16, 2048  # tokens: what the cost of context is measured with
 
 _log = logging.getLogger(__name__)
 
@@ -140,9 +147,9 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
     runner: Runner = FakeRunner(memory.buffer, layout, host=host)
     if config.fake_step_ms:
         runner = _Paced(runner, config.fake_step_ms / 1000)
-    budget = config.max_num_batched_tokens or max(config.max_num_seqs, _MAX_TOKEN_BUDGET)
+    budget = config.max_num_batched_tokens or max(config.max_num_seqs, MAX_TOKEN_BUDGET)
     max_model_len = _max_model_len(config, layout, num_pages, _FAKE_MAX_MODEL_LEN)
-    costs = fake_costs(config.page_size, budget) if _chooses(config) else None
+    costs = fake_costs(config.page_size, budget) if chooses_by_costs(config) else None
     swap = make_swap_space(config, layout, costs)
     identity = identity_digest({"runner": "fake", "model": _model_name(config)})
     return BuiltCore(
@@ -167,87 +174,109 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
 def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) -> BuiltCore:
     # Idle OpenMP threads spin by default and starve neighbours on shared cores; read when torch is loaded.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    import torch
-
-    from pdserve.engine.device import DevicePool, find_device
     from pdserve.engine.grammars import Grammars
-    from pdserve.engine.graphs import CudaCapture
-    from pdserve.engine.loader import load_model
-    from pdserve.engine.model_store import resolve_model
-    from pdserve.engine.processors import standard_processors
-    from pdserve.engine.runner import ModelRunner
-    from pdserve.engine.structured import StructuredProcessor
 
-    _check_threads(config.threads or 1)
-    where = find_device(config.device)
-    model_dir = resolve_model(config.model, progress)
-    if where.type == "cpu":
-        _use_cpu_kernels(config.threads or 1)
-    torch.set_num_threads(config.threads or 1)
-    loaded = load_model(
-        model_dir, config.dtype, progress, where, impl=config.model_impl, quantization=config.quantization
-    )
-    layout = loaded.layout(config.page_size, KV_DTYPES[config.kv_cache_dtype])
-    num_pages = config.num_pages or _num_pages(config, layout)
-    memory = make_pool(layout, num_pages)
-    max_model_len = _max_model_len(config, layout, num_pages, loaded.max_model_len)
+    model_dir, loaded, where = _load(config, progress)
+    sizes = _sizes(config, loaded)
+    memory = make_pool(sizes.layout, sizes.num_pages)
     tokenizer = Tokenizer.from_dir(model_dir)
-    # Features that edit logits, in the order of application; see engine.logits.
     grammars = Grammars(model_dir / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
-    processors = [
-        *standard_processors(loaded.eos_token_ids, tokenizer.encode_part, loaded.model.device),
-        StructuredProcessor(grammars, 2 * config.max_num_seqs),
-    ]
-    host_pages = _num_host_pages(config, layout)
-    host = PlainPool(layout, host_pages) if host_pages else None
-    device_pool = DevicePool(layout, num_pages, where) if config.device == "cuda" else None
-    runner = ModelRunner(loaded, layout, num_pages, memory, host, processors, device_pool)
-    if device_pool is not None and not config.enforce_eager:
-        progress.begin("capturing CUDA graphs")
-        runner.use_graphs(CudaCapture(where), config.max_num_seqs, max_model_len)
-        progress.end()
+    processors = _processors(config, loaded, tokenizer, grammars)
+    runner, staging = _make_runner(config, loaded, where, sizes, memory, processors, progress)
     identity = loaded.identity_digest(_model_name(config))
-    budget, profile, costs = config.max_num_batched_tokens, None, None
-    if budget is not None:
-        _log.info("token budget %d, as --max-num-batched-tokens says", budget)
-    else:
-        progress.begin("measuring step times")
-        profile = _profile(config, runner, layout, num_pages, max_model_len)
-        budget = profile.token_budget
-        progress.end()
-    if _chooses(config):
-        progress.begin("measuring the costs of preemption")
-        meter = PreemptionMeter(runner, layout, min(max_model_len, num_pages * layout.page_size))
-        costs = measure_preemption(meter, budget, layout.page_size, min(num_pages, host_pages))
-        _log.info("costs of preemption: %s", costs)
-        progress.end()
+    measured = measure(config, runner, sizes, progress)
+    budget, costs = measured.token_budget, measured.preemption_costs
+    swap = make_swap_space(config, sizes.layout, costs)
+    length, unit = sizes.max_model_len, measured.context_unit
     return BuiltCore(
-        core=make_core(
-            config,
-            runner,
-            num_pages,
-            budget,
-            max_model_len,
-            identity,
-            make_swap_space(config, layout, costs),
-            None if device_pool is None else device_pool.staging(memory),
-            math.inf if profile is None else profile.context_unit,
-        ),
-        layout=layout,
-        num_pages=num_pages,
+        core=make_core(config, runner, sizes.num_pages, budget, length, identity, swap, staging, unit),
+        layout=sizes.layout,
+        num_pages=sizes.num_pages,
         identity_digest=identity,
         model_name=_model_name(config),
-        max_model_len=max_model_len,
+        max_model_len=length,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         model_dir=model_dir,
         tokenizer=tokenizer,
         pool_memory=memory,
         token_budget=budget,
-        profile=profile,
+        profile=measured.profile,
         prepare=grammars.prepare,
         preemption_costs=costs,
     )
+
+
+def _load(config: EngineConfig, progress: Progress) -> tuple[Path, LoadedModel, torch.device]:
+    """Finds the device and the model, divides the threads, and loads."""
+    import torch
+
+    from pdserve.engine.device import find_device
+    from pdserve.engine.loader import load_model
+    from pdserve.engine.model_store import resolve_model
+
+    threads = config.threads or 1
+    _check_threads(threads)
+    where = find_device(config.device)
+    model_dir = resolve_model(config.model, progress)
+    if where.type == "cpu":
+        _use_cpu_kernels(threads)
+    torch.set_num_threads(threads)
+    loaded = load_model(
+        model_dir, config.dtype, progress, where, impl=config.model_impl, quantization=config.quantization
+    )
+    return model_dir, loaded, where
+
+
+def _sizes(config: EngineConfig, loaded: LoadedModel) -> EngineSizes:
+    layout = loaded.layout(config.page_size, KV_DTYPES[config.kv_cache_dtype])
+    num_pages = config.num_pages or _num_pages(config, layout)
+    return EngineSizes(
+        layout=layout,
+        num_pages=num_pages,
+        num_host_pages=_num_host_pages(config, layout),
+        max_model_len=_max_model_len(config, layout, num_pages, loaded.max_model_len),
+    )
+
+
+def _processors(
+    config: EngineConfig, loaded: LoadedModel, tokenizer: Tokenizer, grammars: Grammars
+) -> list[LogitsProcessor]:
+    """Features that edit logits, in the order of application; see engine.logits."""
+    from pdserve.engine.processors import standard_processors
+    from pdserve.engine.structured import StructuredProcessor
+
+    return [
+        *standard_processors(loaded.eos_token_ids, tokenizer.encode_part, loaded.model.device),
+        StructuredProcessor(grammars, 2 * config.max_num_seqs),
+    ]
+
+
+def _make_runner(
+    config: EngineConfig,
+    loaded: LoadedModel,
+    where: torch.device,
+    sizes: EngineSizes,
+    memory: PoolMemory,
+    processors: Sequence[LogitsProcessor],
+    progress: Progress,
+) -> tuple[ModelRunner, Staging | None]:
+    """The runner, with pages of its own and graphs on a GPU, and what keeps those pages level with the host's."""
+    from pdserve.engine.device import DevicePool
+    from pdserve.engine.graphs import CudaCapture
+    from pdserve.engine.runner import ModelRunner
+
+    layout, num_pages = sizes.layout, sizes.num_pages
+    host = PlainPool(layout, sizes.num_host_pages) if sizes.num_host_pages else None
+    device_pool = DevicePool(layout, num_pages, where) if config.device == "cuda" else None
+    runner = ModelRunner(loaded, layout, num_pages, memory, host, processors, device_pool)
+    if device_pool is None:
+        return runner, None
+    if not config.enforce_eager:
+        progress.begin("capturing CUDA graphs")
+        runner.use_graphs(CudaCapture(where), config.max_num_seqs, sizes.max_model_len)
+        progress.end()
+    return runner, device_pool.staging(memory)
 
 
 def _check_threads(threads: int) -> None:
@@ -336,7 +365,7 @@ def make_core(
 def make_swap_space(config: EngineConfig, layout: KVLayout, costs: PreemptionCosts | None) -> SwapSpace:
     """Host pages as the configuration says; `costs` decide when it leaves the choice to them."""
     num_pages = _num_host_pages(config, layout)
-    if costs is None or not _chooses(config):  # all or nothing
+    if costs is None or not chooses_by_costs(config):  # all or nothing
         return SwapSpace(num_pages, layout.page_size, layout.page_bytes)
     return SwapSpace(num_pages, layout.page_size, layout.page_bytes, costs.prefer_swap)
 
@@ -366,62 +395,9 @@ def _max_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, of_mo
     return length
 
 
-def _profile(config: EngineConfig, runner: Runner, layout: KVLayout, num_pages: int, max_model_len: int) -> StepProfile:
-    """Measures the token budget, and what context takes of it."""
-    profile = _profile_budget(config, runner, layout, num_pages, max_model_len)
-    num = min(_CONTEXT_CHUNK, max_model_len)
-    context = min(_CONTEXT, min(max_model_len, num_pages * layout.page_size) - num)
-    if context < 1:
-        return profile
-    meter = StepMeter(runner, layout.page_size, num_pages)
-    unit = measure_context_unit(lambda before: meter.measure_chunk(num, before), profile.token_s, num, context)
-    if math.isinf(unit):
-        _log.info("context costs a prompt's token nothing noticeable")
-    else:
-        _log.info("a prompt's token takes twice as long after %.0f others", unit)
-    return replace(profile, context_unit=unit)
-
-
-def _profile_budget(
-    config: EngineConfig, runner: Runner, layout: KVLayout, num_pages: int, max_model_len: int
-) -> StepProfile:
-    size = layout.page_size
-    if config.tpot_slo_ms is None:
-        meter = StepMeter(runner, size, num_pages)
-        target_ms = config.step_target_ms or DEFAULT_STEP_TARGET_MS
-        limit = min(_MAX_TOKEN_BUDGET, max_model_len, num_pages * size)
-        profile = profile_steps(meter.measure, target_ms / 1000, size, limit)
-        _log.info("token budget %d for steps of %g ms; measured: %s", profile.token_budget, target_ms, profile)
-        return profile
-    num, slo_ms = config.max_num_seqs, config.tpot_slo_ms
-    # As long as the members of a full batch can be on average.
-    context = max(1, min(max_model_len - 1, num_pages * size // num - 1))
-    meter = StepMeter(runner, size, num_pages, context)
-    limit = num + min(_MAX_TOKEN_BUDGET, max_model_len, num_pages * size)
-    profile = profile_steps(
-        lambda tokens: meter.measure(tokens, num), slo_ms / 1000, num + size, limit, num_decodes=num
-    )
-    _log.info(
-        "token budget %d for --tpot-slo-ms %g with %d decodes of %d tokens; measured: %s",
-        *(profile.token_budget, slo_ms, num, context, profile),
-    )
-    if not profile.holds(slo_ms / 1000):
-        _log.warning(
-            "--tpot-slo-ms %g cannot be held with --max-num-seqs %d: the smallest step with all of them takes longer "
-            "(%s); lower --max-num-seqs",
-            *(slo_ms, num, profile),
-        )
-    return profile
-
-
 def _num_host_pages(config: EngineConfig, layout: KVLayout) -> int:
     if 0 < config.swap_space_bytes < layout.page_bytes:
         raise ConfigError(
             f"--swap-space-bytes is {config.swap_space_bytes}; one page of this model takes {layout.page_bytes} bytes"
         )
     return config.swap_space_bytes // layout.page_bytes
-
-
-def _chooses(config: EngineConfig) -> bool:
-    """Says whether it depends on costs what is swapped."""
-    return config.preemption_mode == "auto" and config.swap_space_bytes > 0

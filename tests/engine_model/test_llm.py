@@ -273,7 +273,7 @@ def test_the_token_budget_for_a_tpot_slo_is_measured_with_a_full_batch_and_logge
     tiny_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"page_size": 4, "num_pages": 64, "max_num_seqs": 8}
-    with caplog.at_level(logging.INFO, logger="pdserve.engine.build"):
+    with caplog.at_level(logging.INFO, logger="pdserve.engine.measuring"):
         built = build_core(config(tiny_dir, tpot_slo_ms=60_000.0, **options), PlainPool)
         assert built.profile is not None
         assert [tokens for tokens, _ in built.profile.points][:2] == [16, 24]  # chunks beside the eight decodes
