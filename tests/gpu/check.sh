@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# For a machine with one GPU, torch, Triton and transformers installed; downloads nothing, ends within five minutes.
+# For a machine with one GPU, torch, Triton and transformers installed, and what Triton needs: a C compiler and Python's
+# headers. Downloads nothing, ends within five minutes.
 # Every kernel against float64, and a hand-off between two processes against transformers; then speeds: steps with and
 # without CUDA graphs, decode attention by copy bandwidth, prefill attention by torch's. Tables last.
 #   PYTHON=python3 tests/gpu/check.sh
@@ -12,7 +13,9 @@ trap 'rm -rf "$paths"' EXIT
 # installed packages of these names.
 ln -s "$PWD/tests" "$paths/tests"
 export PYTHONPATH="$PWD/src:$paths" PYTHONSAFEPATH=1
+export PYTHONUNBUFFERED=1 # what a part has said when its time is over is told
 export OMP_NUM_THREADS=2 TRITON_CACHE_DIR="$paths/cache" HF_HUB_OFFLINE=1 TRANSFORMERS_OFFLINE=1
+unset TRITON_INTERPRET
 
 parts=(
     "tests.kernels.triton_cases --gpu decode_variants decode_many_splits"
@@ -24,18 +27,22 @@ parts=(
 pids=()
 for i in "${!parts[@]}"; do
     # shellcheck disable=SC2086 # words on purpose
-    timeout -k 5 125 "$python" -m ${parts[$i]} >"$paths/$i.log" 2>&1 &
+    timeout -k 5 120 "$python" -m ${parts[$i]} >"$paths/$i.log" 2>&1 &
     pids+=($!)
 done
-failed=()
+failed=0
+check() { # STATUS PART
+    [ "$1" -eq 0 ] || { failed=1 && echo "FAILED: $2 (status $1; 124: out of time)"; }
+}
 for i in "${!parts[@]}"; do
-    wait "${pids[$i]}" || failed+=("${parts[$i]}")
+    wait "${pids[$i]}"
+    status=$?
     cat "$paths/$i.log"
+    check $status "${parts[$i]}"
 done
 # Alone on the GPU, one after the other: these are timed.
-timeout -k 5 70 "$python" -m tests.gpu.engine steps || failed+=("tests.gpu.engine steps")
-timeout -k 5 90 "$python" -m tests.gpu.speed || failed+=("tests.gpu.speed")
-for part in "${failed[@]}"; do
-    echo "FAILED: $part"
-done
-[ ${#failed[@]} -eq 0 ]
+timeout -k 5 70 "$python" -m tests.gpu.engine steps 2>&1
+check $? "tests.gpu.engine steps"
+timeout -k 5 90 "$python" -m tests.gpu.speed 2>&1
+check $? "tests.gpu.speed"
+exit $failed

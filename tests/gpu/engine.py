@@ -55,7 +55,7 @@ from pdserve.engine.step import (
 )
 
 GREEDY = SamplingParams(temperature=0.0)
-PAGE_SIZE, WAIT_S = 32, 60.0
+PAGE_SIZE, WAIT_S = 32, 100.0
 LLAMA_8B = {
     "vocab_size": 128_256,
     "hidden_size": 4096,
@@ -102,7 +102,8 @@ def steps(where: torch.device, is_dry: bool) -> int:
     pool = DevicePool(layout, num_pages, where)
     eager, graphs = (ModelRunner(loaded, layout, num_pages, PlainPool(layout, 1), device_pool=pool) for _ in range(2))
     began = time.perf_counter()
-    graphs.use_graphs((lambda compute: compute) if is_dry else CudaCapture(where), batches[-1], 2 * context)
+    # No wider than the batches: as many splits of the KV as without graphs, so that tokens do not differ by rounding.
+    graphs.use_graphs((lambda compute: compute) if is_dry else CudaCapture(where), batches[-1], context + 1)
     print(f"graphs captured in {time.perf_counter() - began:.1f} s")
     for at in range(batches[-1]):  # each context is computed, in one chunk
         eager.execute(SchedulerOutput(0, (_row(at, 0, context, shape["vocab_size"]),), context))
@@ -113,7 +114,7 @@ def steps(where: torch.device, is_dry: bool) -> int:
         output = SchedulerOutput(1, rows, batch)
         (plain, theirs), (captured, ours) = (_timed(runner, output) for runner in (eager, graphs))
         equal = sum(a == b for a, b in zip(theirs, ours, strict=True))
-        # Splits of the KV differ, so a 16-bit tie may fall the other way; a wrong graph has hardly any token right.
+        # A 16-bit tie may fall the other way; a wrong graph has hardly any token right.
         is_good = equal >= 0.75 * batch
         bad += not is_good
         print(
