@@ -18,7 +18,7 @@ from pdserve.kernels.prefill_attention import prefill_attention
 from pdserve.kernels.store_kv import store_kv
 from tests.kernels.naive import Case, Inputs, naive_attention
 from tests.kernels.triton_cases.device import is_gpu, launch, profile
-from tests.kernels.triton_cases.pools import LAYER, layout_of, make_inputs, tensors_of
+from tests.kernels.triton_cases.pools import LAYER, e4m3, layout_of, make_inputs, tensors_of
 from tests.kernels.triton_cases.report import Outcome, compare
 
 LIMITS = {torch.float32: 5e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
@@ -210,7 +210,7 @@ def _over_fp8_pool(case: Case, inputs: Inputs, dtype: torch.dtype) -> tuple[Tens
     slots = torch.cat([table[t // case.page_size] * case.page_size + t % case.page_size for table, t in at])
     launch(store_kv, *(torch.cat(x).to(dtype) for x in (inputs.keys, inputs.values)), *pages, slots)
     launched = (inputs.query, *pages, inputs.page_tables, inputs.query_starts, inputs.kv_lens, profile())
-    keys, values = ([x.to(torch.float8_e4m3fn).float() for x in xs] for xs in (inputs.keys, inputs.values))
+    keys, values = ([e4m3(x).float() for x in xs] for xs in (inputs.keys, inputs.values))
     expected = naive_attention(case, replace(inputs, keys=keys, values=values), 0.125)
     return launch(attend, *launched, scale=0.125), expected
 

@@ -15,7 +15,7 @@ from pdserve.kernels.page_copy import copy_pages, gather_pages, scatter_pages
 from pdserve.kernels.store_kv import store_kv
 from tests.kernels.naive import Case
 from tests.kernels.triton_cases.device import launch
-from tests.kernels.triton_cases.pools import as_fp8, layout_of, poisoned_pages
+from tests.kernels.triton_cases.pools import as_fp8, e4m3, layout_of, poisoned_pages
 from tests.kernels.triton_cases.report import Outcome, same
 
 
@@ -79,19 +79,13 @@ def store_fp8() -> list[Outcome]:
     launch(store_kv, keys, values, views.keys, views.values, slots, key_scale=2.0, value_scale=0.25)
     is_stored = slots >= 0
     reference.store_kv(
-        _fp8(keys[is_stored] / 2.0), _fp8(values[is_stored] / 0.25),
+        *(e4m3(x).view(torch.uint8) for x in (keys[is_stored] / 2.0, values[is_stored] / 0.25)),
         expected.keys.view(torch.uint8), expected.values.view(torch.uint8), slots[is_stored],
     )  # fmt: skip
     pairs = zip(("keys", "values"), views, expected, strict=True)
     return [
         same(f"store fp8 {n}", a.contiguous().view(torch.uint8), e.contiguous().view(torch.uint8)) for n, a, e in pairs
     ]
-
-
-def _fp8(x: Tensor) -> Tensor:
-    wide = x.float()
-    limited = torch.where(wide.isfinite(), wide.clamp(-448.0, 448.0), torch.full_like(wide, math.nan).copysign(wide))
-    return limited.to(torch.float8_e4m3fn).view(torch.uint8)
 
 
 def fp8_bits() -> list[Outcome]:
@@ -114,7 +108,7 @@ def fp8_bits() -> list[Outcome]:
     numbers = torch.nn.functional.pad(numbers, (0, 4096 - len(numbers)))
     encoded = torch.zeros(4096, dtype=torch.uint8)
     launch(_encode[1,], numbers, encoded, 4096)
-    return [*outcomes, same("encode", encoded, _fp8(numbers))]
+    return [*outcomes, same("encode", encoded, e4m3(numbers).view(torch.uint8))]
 
 
 def pages() -> list[Outcome]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -76,3 +78,10 @@ def tensors_of(inputs: Inputs) -> tuple[Tensor, ...]:
 def _bits(tensor: Tensor) -> Tensor:
     """float8 as bytes, which can be indexed; other dtypes as they are."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def e4m3(x: Tensor) -> Tensor:
+    """float8_e4m3fn: rounded to nearest; large numbers become 448, and what is not finite NaN."""
+    wide = x.float()
+    limited = torch.where(wide.isfinite(), wide.clamp(-448.0, 448.0), torch.full_like(wide, math.nan).copysign(wide))
+    return limited.to(torch.float8_e4m3fn)
