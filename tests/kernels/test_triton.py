@@ -29,7 +29,7 @@ def run(*command: str, timeout_s: float = HANG_S, cpu_s: int | None = None, **en
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **env},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}", **env},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
