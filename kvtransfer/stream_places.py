@@ -3,7 +3,7 @@
 | a stream | how many at once |
 | --- | --- |
 | that has not said hello | MAX_MUTE; each ends after a few seconds |
-| of one process of a decode worker, which needs one | MAX_PER_WORKER: one that was lost may still be ending |
+| of one process of a decode worker | MAX_PER_WORKER: it needs one; lost ones end late at a worker that hung |
 | of all of them | MAX_STREAMS |
 
 Not counted are connections: a proxy may carry the streams of many workers over one.
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from pdserve.core.errors import TransferError
 
 MAX_STREAMS = 256
-MAX_PER_WORKER = 4
+MAX_PER_WORKER = 16
 MAX_MUTE = 64
 
 
