@@ -156,7 +156,7 @@ class Tokenizer:
             return self._template.render(
                 messages=plain, add_generation_prompt=True, tools=None, documents=None, **self._values
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, ArithmeticError, LookupError) as e:
+        except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, RecursionError) as e:
             raise RequestError(
                 f"the model's chat template refuses these messages: {e}", reason="BAD_CHAT_MESSAGES"
             ) from e
@@ -247,7 +247,7 @@ def _compile(source: str) -> jinja2.Template:
     env.globals["strftime_now"] = _strftime_now
     try:
         return env.from_string(source)
-    except jinja2.TemplateError as e:
+    except (jinja2.TemplateError, RecursionError) as e:
         raise ConfigError(f"the model's chat template is broken: {e}", reason="BAD_CHAT_TEMPLATE") from e
 
 
@@ -266,7 +266,7 @@ def _strftime_now(form: str) -> str:
 def _read_config(file: Path) -> dict[str, object]:
     try:
         raw = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(f"{file} cannot be read: {e}; fetch the model again", reason="BAD_TOKENIZER") from e
     if not isinstance(raw, dict):
         raise ConfigError(f"{file} is not a JSON object; fetch the model again", reason="BAD_TOKENIZER")

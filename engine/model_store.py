@@ -178,7 +178,7 @@ def _read_manifest(directory: Path) -> dict[str, dict[str, int | str]] | None:
     try:
         files: dict[str, dict[str, int | str]] = json.loads(path.read_text())["files"]
         return {name: {"bytes": entry["bytes"], "xxh3": entry["xxh3"]} for name, entry in files.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise _corrupt(path, "is not a manifest") from e
 
 

@@ -78,6 +78,12 @@ def test_model_without_template_refuses_chats(tmp_path: Path) -> None:
     assert e.value.reason == "NO_CHAT_TEMPLATE"
 
 
+def test_a_template_that_never_ends_refuses_the_messages(tmp_path: Path) -> None:
+    made.write(tmp_path, made.byte_level(), chat_template="{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}")
+    with pytest.raises(RequestError, match="refuses these messages"):
+        Tokenizer.from_dir(tmp_path).encode_chat(CHATS[0])
+
+
 def test_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
     made.write(tmp_path, made.byte_level(), chat_template="{{ ''.__class__.__mro__[1].__subclasses__() }}")
     with pytest.raises(RequestError):
@@ -93,6 +99,8 @@ def test_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
         ("tokenizer_config.json", "{", "tokenizer_config.json"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json"),
         ("chat_template.jinja", "{% if %}", "chat template"),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json"),
+        ("chat_template.jinja", "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}", "chat template"),
     ],
 )
 def test_broken_directory_is_a_config_error(tmp_path: Path, name: str, content: str | None, message: str) -> None:

@@ -63,8 +63,9 @@ def test_a_changed_file_is_found_when_weights_are_read(stored: Path, name: str) 
         weights_digest(stored)
 
 
-def test_a_broken_manifest_is_named(stored: Path) -> None:
-    (stored / MANIFEST).write_text("[")
+@pytest.mark.parametrize("text", ["[", "[" * 100_000])
+def test_a_broken_manifest_is_named(stored: Path, text: str) -> None:
+    (stored / MANIFEST).write_text(text)
     with pytest.raises(ConfigError, match="is not a manifest"):
         resolve_model(str(stored))
 
