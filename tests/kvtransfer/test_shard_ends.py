@@ -161,6 +161,26 @@ def test_an_abort_before_all_have_joined_ends_it_at_those_that_have() -> None:
     run(body())
 
 
+def test_a_page_of_one_part_that_is_not_what_its_source_said_fails_the_whole() -> None:
+    async def body() -> None:
+        async with started(shards()) as w:
+            for one in w.ranks:
+                w.offer(one)
+                one.ready(0)
+            bad = w.ranks[1]
+            await eventually(lambda: len(bad.server._entries["t"].transfer.pages) == bad.num_pages)
+            bad.pool.page(3)[5] ^= 1
+            incoming = w.gather()
+            w.ranks[0].complete(NUM_TOKENS)
+            bad.complete(NUM_TOKENS)
+            assert await reason_of(incoming.result()) == "CORRUPT_PAGE"
+            assert (await bad.listener.end_of("t"))[0] is TransferState.FAILED
+            assert (await w.ranks[0].listener.end_of("t"))[0] in (TransferState.ABORTED, TransferState.COMPLETE)
+            assert incoming.state is TransferState.FAILED and w.client.num_open == 0
+
+    run(body())
+
+
 def test_sources_that_have_all_heads_are_no_parts() -> None:
     """As those of the version before, which say nothing of heads."""
 

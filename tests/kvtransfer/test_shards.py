@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
@@ -400,8 +401,11 @@ def test_pages_announced_before_anybody_asked_are_not_pulled() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "stopped"])
 @planes(REMOTE_PLANES)
-def test_a_source_process_killed_inside_a_page_leaves_no_lease_and_no_writer(plane: Plane) -> None:
+def test_a_source_process_that_ends_inside_a_page_leaves_no_lease_and_no_writer(
+    plane: Plane, ending: signal.Signals
+) -> None:
     async def body() -> None:
         pool = poisoned_pool(LAYOUT, 4)
         stages = Stages(
@@ -440,8 +444,8 @@ def test_a_source_process_killed_inside_a_page_leaves_no_lease_and_no_writer(pla
                 peer.send("range t 0 2")
             if plane.halt is not None:
                 await second.heard("halted")
-            second.process.kill()
-            assert await reason_of(incoming.result()) in {"PEER_GONE", "PEER_LOST"}
+            second.process.send_signal(ending)
+            assert await reason_of(incoming.result()) in {"PEER_GONE", "PEER_LOST", "PULL_IDLE"}
             before = bytes(pool.buffer)
             await first.even()
             first.send("range t 2 4")
