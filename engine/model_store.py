@@ -37,6 +37,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 _ADVICE = f"--model must be a local directory, a hub id such as org/name, a GGUF file, or {BUILT_IN_MODEL}"
 _CHUNK_BYTES = 1 << 22
 _GGUF_MAGIC = b"GGUF"
+_CONVERTER = 2  # raise it when files become something else than before
 
 
 def cache_dir() -> Path:
@@ -199,12 +200,12 @@ def _built_in(progress: Progress) -> Path:
 
 
 def _from_gguf(path: Path, progress: Progress) -> Path:
-    """Its name says what the file held: a changed one is converted anew."""
+    """Its name says what the file held and by what it was converted: a changed one is converted anew."""
     size = path.stat().st_size
     progress.begin(f"checking {path.name}", size)
     digest, _ = _xxh3(path, progress, 0)
     progress.end()
-    directory = cache_dir() / "models" / "gguf" / f"{path.stem}-{digest[:16]}"
+    directory = cache_dir() / "models" / "gguf" / f"{path.stem}-{digest[:16]}-v{_CONVERTER}"
     needed = f"up to {-(-8 * size // 1_000_000_000)} GB"
     return _made_once(directory, needed, lambda work: _convert(path, work, f"{path.name} ({digest})", progress))
 

@@ -23,7 +23,7 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import SamplingParams
 from pdserve.core.tokenizer import Tokenizer
-from pdserve.engine import gguf_convert
+from pdserve.engine import gguf_convert, model_store
 from pdserve.engine.gguf_tokenizer import Refused
 from pdserve.engine.loader import load_model
 from pdserve.engine.model_store import resolve_model, weights_digest
@@ -252,6 +252,9 @@ def test_a_file_is_converted_once_into_the_cache(tmp_path: Path, monkeypatch: py
     assert directory.parent == tmp_path / "cache" / "models" / "gguf" and weights_digest(directory)
     made = (directory / "config.json").stat().st_mtime_ns
     assert resolve_model(str(file)) == directory and (directory / "config.json").stat().st_mtime_ns == made
+    with monkeypatch.context() as later:
+        later.setattr(model_store, "_CONVERTER", model_store._CONVERTER + 1)
+        assert resolve_model(str(file)) != directory
     with pytest.raises(ConfigError, match=r"name the GGUF file itself: --model .*tiny\.gguf"):
         resolve_model(str(tmp_path))
     has.texts["tokenizer.ggml.pre"] = "tekken"

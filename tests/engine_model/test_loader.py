@@ -16,6 +16,7 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine import loader
 from pdserve.engine.loader import load_model
+from pdserve.engine.models.headers import check_sources
 from tests.engine_model.models import FAMILIES, engine_run, make_model, plain_greedy
 
 PROMPT = [5, 17, 3, 88, 41]
@@ -181,3 +182,12 @@ def test_weights_that_int8_does_not_reach_are_told(
     make_model(*FAMILIES[family]).save_pretrained(tmp_path)
     load_model(tmp_path, quantization="int8")
     assert ("stay float32" in caplog.text) is warned
+
+
+@pytest.mark.parametrize(
+    ("file", "refused"),
+    [("a.safetensors", False), ("sub/a.safetensors", True), ("a.bin", True), (5, True), (None, False)],
+)
+def test_a_configuration_names_weights_only_in_its_directory(tmp_path: Path, file: object, refused: bool) -> None:
+    with pytest.raises(ConfigError, match="as a file of weights") if refused else contextlib.nullcontext():
+        check_sources(tmp_path, {"transformers_weights": file})
