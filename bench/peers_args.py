@@ -97,7 +97,9 @@ def chosen_suites(config: PeersConfig, known: Mapping[str, System]) -> list[Suit
         ConfigError: `--peers` names what is not there.
     """
     peers = [name for name, system in known.items() if system.environment]
-    wanted = peers if config.peers == "all" else [n for n in config.peers.split(",") if n and n != "none"]
+    wanted = (
+        peers if config.peers == "all" else [n for n in map(str.strip, config.peers.split(",")) if n and n != "none"]
+    )
     if unknown := [name for name in wanted if name not in peers]:
         raise ConfigError(f"--peers: unknown {', '.join(unknown)}; known: all, none, {', '.join(peers)}")
     found = []

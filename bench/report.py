@@ -78,7 +78,8 @@ def print_report(report: Report, console: Console) -> None:
             table.add_section()
         cells = [row.name, _shown(row.value), row.unit]
         table.add_row(*cells, *([row.goal or ""] if has_goal else []))
-    console.print(table)
+    if report.rows:
+        console.print(table)
     for note in report.notes:
         console.print(note, markup=False, highlight=False, soft_wrap=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from pdserve.bench.report import Report, check_json, print_report, write_json
+from pdserve.bench.report import Report, check_json, print_report, without_goals, write_json
 from pdserve.bench.transfer_args import INTEGRITIES, TransferConfig
 from pdserve.bench.transfer_elsewhere import Elsewhere
 from pdserve.bench.transfer_libraries import LIBRARIES
@@ -67,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         title="shares, over all cases",
         command=["pdserve", "bench", "transfer", *argv],
         seed=config.seed,
-        rows=shares(measured.runs),
+        rows=without_goals(shares(measured.runs)) if config.quick else shares(measured.runs),
         notes=[*notes(config.rounds(), measured.runs), *measured.failures, *measured.left_out],
         extra={"cases": raw(measured.runs)},
     )
@@ -145,7 +145,7 @@ def _planes(wanted: str, files: TlsConfig) -> list[str]:
     known = [*PLANES, *([TLS_PLANE] if files.enabled else []), *LIBRARIES]
     chosen = [name for name in known if name not in LIBRARIES or name in installed]
     if wanted != "all":
-        chosen = [name for name in wanted.split(",") if name]
+        chosen = [name.strip() for name in wanted.split(",") if name.strip()]
     if TLS_PLANE in chosen and not files.enabled:
         raise ConfigError(f"--planes: {TLS_PLANE} needs --tls-cert-file, --tls-key-file and --tls-ca-file")
     if unknown := [name for name in chosen if name not in known]:

@@ -26,7 +26,7 @@ from pdserve.cli.processes import Child, service_command, stop_all, store_comman
 from pdserve.cli.progress import RichProgress
 from pdserve.cli.sample import run_sample
 from pdserve.client import PdserveError
-from pdserve.core.config import ENV_PREFIX, build_parser, check, flag_name, from_namespace, option
+from pdserve.core.config import ENV_PREFIX, WorkerConfig, build_parser, check, flag_name, from_namespace, option
 from pdserve.core.errors import ConfigError, UnavailableError
 from pdserve.core.kv_transfer_config import KvTransferConfig
 from pdserve.core.net import check_port_free
@@ -95,11 +95,24 @@ _OURS = frozenset(ENV_PREFIX + f.name.upper() for cls in SECTIONS.values() for f
 def main(argv: Sequence[str]) -> int:
     """Runs `pdserve up`; returns the exit status."""
     parser = build_parser("pdserve up", DESCRIPTION, SECTIONS)
+    _refuse_flags_of_workers(argv)
     up, tls, engine = from_namespace(SECTIONS, parser.parse_args(argv))
     if up.prefill or up.decode:
         engine.check_hand_offs("--prefill 0 --decode 0 --mixed 1")
     _check_planes(up, load_tls(tls))
     return Launcher(up, tls, engine, Console(highlight=False)).run()
+
+
+def _refuse_flags_of_workers(argv: Sequence[str]) -> None:
+    """Says how a worker's option that we have no flag for can be set all the same."""
+    flags = {flag_name(f.name): f.name for f in fields(WorkerConfig)}
+    flags = {flag: name for flag, name in flags.items() if ENV_PREFIX + name.upper() not in _OURS}
+    for word in argv:
+        if (name := flags.get(word.partition("=")[0])) is not None:
+            raise ConfigError(
+                f"{flag_name(name)} is an option of workers: set {ENV_PREFIX}{name.upper()} in the environment, or "
+                "start store, workers and router by hand (docs/operations.md)"
+            )
 
 
 def _check_planes(up: UpConfig, tls: Tls | None) -> None:

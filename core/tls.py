@@ -32,6 +32,7 @@ RETRY_S = 1.0
 """A changed set that could not be taken is tried again after this time: it may become valid later."""
 
 _FILES = ("tls_cert_file", "tls_key_file", "tls_ca_file")
+_HOSTNAME_MISMATCH = 62  # X509_V_ERR_HOSTNAME_MISMATCH of OpenSSL
 _log = logging.getLogger(__name__)
 
 
@@ -53,7 +54,7 @@ class TlsConfig:
         if self.require_tls and missing:
             raise ConfigError(f"--require-tls needs {', '.join(missing)}")
         if 0 < len(missing) < len(_FILES):
-            raise ConfigError(f"TLS needs all of its files: {', '.join(missing)} is not set")
+            raise ConfigError(f"TLS needs all of its files; not set: {', '.join(missing)}")
         check_peer_name(self.tls_peer_name)
 
     @property
@@ -287,6 +288,7 @@ def _prove(server: ssl.SSLContext, client: ssl.SSLContext, config: TlsConfig) ->
     there = server.wrap_bio(to_server, to_client, server_side=True)
     here = client.wrap_bio(to_client, to_server, server_hostname=config.tls_peer_name)
     where = f"--tls-cert-file {config.tls_cert_file}: peers would refuse this certificate"
+    nameless = f"{where}: it does not name {config.tls_peer_name!r} (--tls-peer-name)"
     try:
         for end in (here, there, here, there):
             try:
@@ -294,11 +296,13 @@ def _prove(server: ssl.SSLContext, client: ssl.SSLContext, config: TlsConfig) ->
             except ssl.SSLWantReadError:
                 continue
     except ssl.SSLCertVerificationError as e:
+        if e.verify_code == _HOSTNAME_MISMATCH:
+            raise ConfigError(nameless) from e
         raise ConfigError(f"{where}: {e.verify_message} (--tls-ca-file {config.tls_ca_file})") from e
     except ssl.SSLError as e:
         raise ConfigError(f"{where}: {e.reason}") from e
     if config.tls_peer_name not in _dns_names(there):
-        raise ConfigError(f"{where}: it does not name {config.tls_peer_name!r} (--tls-peer-name)")
+        raise ConfigError(nameless)
     return str((there.getpeercert() or {}).get("notAfter"))
 
 

@@ -8,6 +8,7 @@ The caller's thread computes the steps: `generate` until all its prompts are don
 
 from __future__ import annotations
 
+import difflib
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,8 +66,10 @@ class LLM:
             options["model"] = str(model)
         if not isinstance(progress, Progress | None):
             raise ConfigError(f"progress is {progress!r:.80}; it must have begin, update and end, or be left out")
-        if unknown := options.keys() - {f.name for f in fields(EngineConfig)}:
-            raise ConfigError(f"LLM takes no {min(unknown)}; the options are the fields of EngineConfig")
+        if unknown := options.keys() - (known := {f.name for f in fields(EngineConfig)}):
+            close = difflib.get_close_matches(min(unknown), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else "the options are the fields of EngineConfig"
+            raise ConfigError(f"LLM takes no {min(unknown)}; {hint}")
         try:
             self._built = build_core(EngineConfig(**options), PlainPool, progress)  # type: ignore[arg-type]
         except ConfigError as e:

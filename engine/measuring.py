@@ -118,6 +118,12 @@ def _for_target(config: EngineConfig, runner: Runner, sizes: EngineSizes) -> Ste
     target_ms = config.step_target_ms or DEFAULT_STEP_TARGET_MS
     profile = profile_steps(meter.measure, target_ms / 1000, size, min(MAX_TOKEN_BUDGET, sizes.max_tokens))
     _log.info("token budget %d for steps of %g ms; measured: %s", profile.token_budget, target_ms, profile)
+    if not profile.holds(target_ms / 1000):
+        _log.warning(
+            "even the smallest step measured takes longer than --step-target-ms %g (%s), so prompts are computed "
+            "in small chunks: if other work kept the cores busy, start again, or set --max-num-batched-tokens",
+            *(target_ms, profile),
+        )
     return profile
 
 

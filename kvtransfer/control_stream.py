@@ -160,7 +160,7 @@ class ControlStream:
         first_heads = welcome.first_heads_of(first, self.peer.worker_id, theirs)
         sink, stages, ours = client.sinks[name], client.stages, client.layout
         self.inlet = await open_inlet(name, sink, stages, ours, theirs, first_heads)
-        log.info("pages of prefill worker %s come over %s", self.peer.worker_id, name)
+        log.info("pages of prefill worker %s come over %s%s", self.peer.worker_id, name, _converted(theirs, ours))
 
     async def _read(self, call: ControlCall, timeout_s: float) -> pb.ControlResponse:
         message = await self._client.clock.wait_for(call.read(), timeout_s)
@@ -206,3 +206,8 @@ class ControlStream:
             self.num_late += 1
         else:
             transfer.on_message(message)
+
+
+def _converted(theirs: KVLayout, ours: KVLayout) -> str:
+    """What costs another pass over the bytes, for the log."""
+    return "" if theirs == ours else f", converted from pages of {theirs.page_size} tokens in {theirs.dtype}"

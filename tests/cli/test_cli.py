@@ -12,10 +12,12 @@ from typing import Any
 
 import grpc
 import pytest
+from rich.console import Console
 
 from pdserve.cli import __main__ as cli
 from pdserve.cli import status, up
 from pdserve.cli.processes import Child, usable_cores, warnings_of
+from pdserve.cli.sample import run_sample
 from pdserve.cli.up import UpConfig, threads_of
 from pdserve.core.config import load
 from pdserve.core.errors import ConfigError, EngineError
@@ -67,6 +69,7 @@ def test_each_command_explains_itself(words: list[str], capsys: pytest.CaptureFi
             "--tls-cert-file /no: No such",
         ),
         (["decode", "--role", "mixed", "--batch-size", "8"], "--batch-size is 8"),
+        (["up", "--kv-integrity=none"], "set PDSERVE_KV_INTEGRITY in the environment"),
         (["fetch-model", "org/name"], "did you mean --model org/name?"),
         (["router", "--worker-timeout-s", "1"], "--worker-timeout-s is 1 and --heartbeat-s 1"),
         (["bench", "transfer", "--json", "/no/such/x.json"], "--json /no/such/x.json: there is no directory /no/such"),
@@ -292,3 +295,14 @@ def test_a_wrong_file_is_named_with_what_would_be_right(
     path.write_text(text)
     assert cli.main(["decode", "--config", str(path)]) == 2
     assert f"{path}: {said}" in capsys.readouterr().err
+
+
+def test_the_sample_of_a_model_without_a_chat_template_is_text(capsys: pytest.CaptureFixture[str]) -> None:
+    def base_model(request: Any, context: Any) -> Any:
+        if request.HasField("chat"):
+            refuse(context, grpc.StatusCode.INVALID_ARGUMENT, "no chat template", "NO_CHAT_TEMPLATE")
+        yield from hello(request, context)
+
+    with serving(base_model) as (router, address):
+        run_sample(Console(), address, "Once upon a time")
+    assert router.requests[-1].text == "Once upon a time" and "Hello" in capsys.readouterr().out

@@ -127,7 +127,7 @@ SPOILED = [
     (ca_of_others, ["--tls-cert-file", "tls.crt", "issuer", "ca.crt"]),
     (expired, ["--tls-cert-file", "tls.crt", "expired"]),
     (not_yet, ["--tls-cert-file", "tls.crt", "not yet valid"]),
-    (other_name, ["--tls-cert-file", "tls.crt", "pdserve"]),
+    (other_name, ["--tls-cert-file", "tls.crt", "--tls-peer-name", "does not name 'pdserve'"]),
 ]
 
 

@@ -89,6 +89,7 @@ def test_prompts_may_come_from_any_iterable(llm: LLM) -> None:
         ({"preemption_mode": "swap"}, "preemption_mode is 'swap' and swap_space_bytes is 0"),
         ({"swap_space_bytes": 5}, "swap_space_bytes is 5; one page of this model takes"),
         ({"max_sequences": 5}, "LLM takes no max_sequences"),
+        ({"quantisation": "int8"}, "LLM takes no quantisation; did you mean quantization?"),
         ({"progress": True}, "progress is True; it must have begin, update and end"),
     ],
 )

@@ -19,6 +19,7 @@ from pdserve.engine.build import build_core
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.fake import expected_tokens
 from pdserve.engine.kv_cache import PlainPool
+from pdserve.engine.profile import StepMeter
 from tests.engine_model.models import VOCAB_SIZE, save_model
 
 
@@ -280,6 +281,15 @@ def test_the_token_budget_for_a_tpot_slo_is_measured_with_a_full_batch_and_logge
         assert 8 + 4 <= built.token_budget == built.profile.token_budget <= 8 + 64 * 4
         assert f"token budget {built.token_budget} for --tpot-slo-ms 60000" in caplog.text
         assert "cannot be held" not in caplog.text
+
+
+def test_a_machine_too_slow_or_too_busy_for_the_step_target_is_told(
+    tiny_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(StepMeter, "measure", lambda self, tokens, *decodes: 1.0)
+    with caplog.at_level(logging.WARNING, logger="pdserve.engine.measuring"):
+        build_core(config(tiny_dir, page_size=4, num_pages=64, max_num_seqs=8), PlainPool)
+    assert "longer than --step-target-ms 250" in caplog.text and "--max-num-batched-tokens" in caplog.text
 
 
 def test_what_a_built_engine_says_of_itself(tiny_dir: Path) -> None:
