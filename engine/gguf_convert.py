@@ -268,6 +268,9 @@ def main(words: list[str]) -> int:
     except KeyError as e:
         sys.stderr.write(f"it lacks {e.args[0]}\n")
         return 1
+    except (ValueError, IndexError, TypeError) as e:
+        sys.stderr.write(f"it is damaged: what it says of itself does not fit together ({e})\n")
+        return 1
     return 0
 
 

@@ -309,3 +309,23 @@ def test_a_damaged_file_is_told_so(damage: Callable[[bytes], bytes], tmp_path: P
     file.write_bytes(damage(file.read_bytes()))
     with pytest.raises(Refused, match="it is damaged"):
         converted(file)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda has: has.numbers.update({"attention.head_count": 3}),
+        lambda has: has.ids.update({"eos": 1000}),
+        lambda has: has.types.pop(),
+    ],
+)
+def test_what_does_not_fit_together_is_told_in_a_line(
+    change: Change, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    has = contents("llama", make_model("LlamaConfig", {}))
+    change(has)
+    file = write(tmp_path / "tiny.gguf", has)
+    (tmp_path / "made").mkdir()
+    capsys.readouterr()
+    assert gguf_convert.main([str(file), str(tmp_path / "made")]) == 1
+    assert capsys.readouterr().err.startswith("it is damaged: what it says of itself does not fit together")
