@@ -303,7 +303,7 @@ def repeated(data: bytes) -> bytes:
     return data.replace(b"ggml.bos_token_id", b"ggml.eos_token_id")
 
 
-@pytest.mark.parametrize("damage", [endless, overlapping, repeated])
+@pytest.mark.parametrize("damage", [pytest.param(endless, marks=pytest.mark.slow), overlapping, repeated])
 def test_a_damaged_file_is_told_so(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
     file = write(tmp_path / "tiny.gguf", contents("llama", make_model("LlamaConfig", {})))
     file.write_bytes(damage(file.read_bytes()))
