@@ -1,7 +1,7 @@
 """Chunks: how a step's tokens are dealt out to prompts. Pure.
 
-1. Decodes are in the step in any case. Prompts get what they leave of the token budget, but at least a page (or the
-   whole budget, if that is less): a full set of decodes must not starve them, whatever the budget.
+1. Decodes are in the step in any case. Prompts get what they leave of the token budget, but at least `least_tokens` (or
+   the whole budget, if that is less): a full set of decodes must not starve them, whatever the budget.
 2. In the order in which they are dealt (running ones by age, then those that start) each takes what it needs; a long
    prompt no more than its cap, so that those behind it get some too.
 3. What is left in the end goes to the long ones after all, in the same order.
@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 from pdserve.engine.sequence import Sequence
 
+LEAST_TOKENS = 16
+"""Tokens of prompts in a step, unless told otherwise; a budget that is measured is never less."""
 SCORED_TOKENS = 32
 """Tokens per step of prompts whose log-probabilities are asked."""
 SCORED_COST = 2
@@ -35,6 +37,7 @@ class SchedulerLimits:
         max_num_seqs: Sequences that run at once.
         max_num_batched_tokens: Token budget of a step; prefill chunks get what the running decodes leave of it.
         max_model_len: Known tokens of one sequence.
+        least_tokens: Of prompts in a step, however many decodes there are.
         long_tokens: A prompt with more tokens than this to compute is long, and takes no more of a step while others
             want some; None: none is long.
         max_num_long: Long prompts that are computed at once.
@@ -49,6 +52,7 @@ class SchedulerLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    least_tokens: int = LEAST_TOKENS
     long_tokens: int | None = None
     max_num_long: int = 1
     max_unreserved_fraction: float = 0.25
@@ -72,7 +76,7 @@ class Chunks:
 
     def __init__(self, limits: SchedulerLimits, num_decodes: int) -> None:
         budget = limits.max_num_batched_tokens
-        self.left: float = max(budget - num_decodes, min(limits.page_size, budget))
+        self.left: float = max(budget - num_decodes, min(limits.least_tokens, budget))
         self.sequences: list[Sequence] = []
         self._limits = limits
         self._context_unit = limits.context_unit if num_decodes else math.inf

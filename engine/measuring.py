@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, replace
 
 from pdserve.core.layout import KVLayout
+from pdserve.engine.chunks import LEAST_TOKENS
 from pdserve.engine.config import DEFAULT_STEP_TARGET_MS, EngineConfig
 from pdserve.engine.preemption_costs import PreemptionMeter, measure_preemption
 from pdserve.engine.profile import StepMeter, StepProfile, measure_context_unit, profile_steps
@@ -113,10 +114,9 @@ def _profile(config: EngineConfig, runner: Runner, sizes: EngineSizes) -> StepPr
 
 def _for_target(config: EngineConfig, runner: Runner, sizes: EngineSizes) -> StepProfile:
     """The tokens of a step that takes `step_target_ms`."""
-    size = sizes.layout.page_size
-    meter = StepMeter(runner, size, sizes.num_pages)
+    meter = StepMeter(runner, sizes.layout.page_size, sizes.num_pages)
     target_ms = config.step_target_ms or DEFAULT_STEP_TARGET_MS
-    profile = profile_steps(meter.measure, target_ms / 1000, size, min(MAX_TOKEN_BUDGET, sizes.max_tokens))
+    profile = profile_steps(meter.measure, target_ms / 1000, LEAST_TOKENS, min(MAX_TOKEN_BUDGET, sizes.max_tokens))
     _log.info("token budget %d for steps of %g ms; measured: %s", profile.token_budget, target_ms, profile)
     if not profile.holds(target_ms / 1000):
         _log.warning(
@@ -135,7 +135,7 @@ def _for_slo(config: EngineConfig, slo_ms: float, runner: Runner, sizes: EngineS
     meter = StepMeter(runner, size, sizes.num_pages, context)
     limit = num + min(MAX_TOKEN_BUDGET, sizes.max_tokens)
     profile = profile_steps(
-        lambda tokens: meter.measure(tokens, num), slo_ms / 1000, num + size, limit, num_decodes=num
+        lambda tokens: meter.measure(tokens, num), slo_ms / 1000, num + LEAST_TOKENS, limit, num_decodes=num
     )
     _log.info(
         "token budget %d for --tpot-slo-ms %g with %d decodes of %d tokens; measured: %s",

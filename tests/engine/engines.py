@@ -86,6 +86,7 @@ class Engine:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=max_model_len,
+            least_tokens=PAGE_SIZE,
             max_unreserved_fraction=max_unreserved_fraction,
             long_tokens=long_tokens,
             max_num_long=max_num_long,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.chunks import SCORED_COST, SCORED_TOKENS, Chunks, SchedulerLimits
+from pdserve.engine.chunks import LEAST_TOKENS, SCORED_COST, SCORED_TOKENS, Chunks, SchedulerLimits
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.scheduler import Scheduler
@@ -31,6 +31,7 @@ def scheduler(
         max_num_seqs=num_seqs,
         max_num_batched_tokens=budget,
         max_model_len=256,
+        least_tokens=4,
         long_tokens=long_tokens,
         max_num_long=max_num_long,
         context_unit=context_unit,
@@ -195,3 +196,12 @@ def test_every_prompt_is_computed_and_no_step_takes_much_more_than_its_budget(
         if left.keys() == sizes.keys() and not any(left.values()):
             break
     assert not any(left.values())
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 512])
+def test_decodes_that_fill_the_budget_leave_prompts_the_least_whatever_the_page_size(page_size: int) -> None:
+    limits = SchedulerLimits(page_size=page_size, max_num_seqs=64, max_num_batched_tokens=64, max_model_len=1024)
+    assert Chunks(limits, 64).left == LEAST_TOKENS
+    assert Chunks(limits, 40).left == 24
+    small = SchedulerLimits(page_size=page_size, max_num_seqs=8, max_num_batched_tokens=8, max_model_len=1024)
+    assert Chunks(small, 8).left == 8

@@ -29,7 +29,11 @@ def scheduler(
     num_pages: int = 32, *, page_size: int = 4, num_seqs: int = 4, budget: int = 8, policy: str = "fcfs"
 ) -> Scheduler:
     limits = SchedulerLimits(
-        page_size=page_size, max_num_seqs=num_seqs, max_num_batched_tokens=budget, max_model_len=256
+        page_size=page_size,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=budget,
+        max_model_len=256,
+        least_tokens=page_size,
     )
     return Scheduler(limits, PagePool(num_pages), make_policy(policy))
 

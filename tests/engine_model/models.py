@@ -205,7 +205,13 @@ def engine_run(
     layout = loaded.layout(page_size)
     host = PlainPool(layout, swap.totals().num_host_pages) if swap else None
     runner = ModelRunner(loaded, layout, num_pages, PlainPool(layout, num_pages), host, processors)
-    limits = SchedulerLimits(page_size=page_size, max_num_seqs=budget, max_num_batched_tokens=budget, max_model_len=256)
+    limits = SchedulerLimits(
+        page_size=page_size,
+        max_num_seqs=budget,
+        max_num_batched_tokens=budget,
+        max_model_len=256,
+        least_tokens=page_size,
+    )
     core = EngineCore(limits, PagePool(num_pages), runner, swap=swap)
     results: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
     waiting = [
