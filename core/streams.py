@@ -12,7 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from pdserve.core.errors import PdserveError
 from pdserve.core.output_stage import OutputStates
-from pdserve.core.request import Request
+from pdserve.core.request import Request, Role
 from pdserve.core.session import RouterSession, fence_order, refusal
 from pdserve.core.stream_record import StreamRecord
 from pdserve.core.telemetry import WorkerMetrics
@@ -148,6 +148,7 @@ def welcome_message(context: WorkerContext, loaded: LoadedWorker, page_size: int
         kv_converts=sorted(context.kv_converts),
         transports=loaded.transports,
         host_id=loaded.host_id,
+        kv_staging_bytes=context.worker.kv_staging_bytes if context.role is Role.DECODE else 0,
     )
 
 

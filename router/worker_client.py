@@ -277,6 +277,7 @@ class GrpcWorkerClient:
             kv_converts=frozenset(w.kv_converts),
             transports=tuple(w.transports),
             host_id=w.host_id,
+            kv_staging_bytes=w.kv_staging_bytes,
         )
 
     def _dispatch(self, message: worker_pb2.SessionResponse) -> None:

@@ -8,9 +8,9 @@ history, so that all routers decide the same:
 2. Of the rest, one identity digest and one dtype win: the pool that can serve (has a MIXED worker, or PREFILL and
    DECODE) before one that cannot, then the one with more workers, then the smaller digest. Workers of other digests are
    incompatible, and those of other dtypes but for decode workers that convert.
-3. A prefill and a decode worker pair only if their KV layouts agree but for what both say may be converted, and if they
-   have a data plane in common (one that names none is of the version before, and may have); one that fits no peer is
-   incompatible.
+3. A prefill and a decode worker pair only if their KV layouts agree but for what both say may be converted (a page of
+   prefill must fit into decode's staging memory then), and if they have a data plane in common (one that names none is
+   of the version before, and may have); one that fits no peer is incompatible.
 """
 
 from __future__ import annotations
@@ -59,6 +59,7 @@ class WorkerFacts:
         kv_converts: What may differ between its KV layout and a peer's, if the peer says so too.
         transports: Its data planes, most wanted first; empty: it does not say.
         host_id: Where it runs; planes within a host need an equal one on both sides.
+        kv_staging_bytes: Through which KV of another layout comes; a page of it must fit. 0: it does not say.
     """
 
     worker_id: str
@@ -75,6 +76,7 @@ class WorkerFacts:
     kv_converts: frozenset[str] = frozenset()
     transports: tuple[str, ...] = ()
     host_id: str = ""
+    kv_staging_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,6 +332,12 @@ def _misfit(f: WorkerFacts, peer: WorkerFacts) -> str | None:
     """Why the two do not pair, as `f` is told."""
     if reason := incompatibility(f.layout, peer.layout, f.kv_converts & peer.kv_converts):
         return f"KV layout fits no {peer.role} worker: {reason}"
+    prefill, decode = (f, peer) if f.role is Role.PREFILL else (peer, f)
+    if prefill.layout != decode.layout and 0 < decode.kv_staging_bytes < prefill.layout.page_bytes:
+        return (
+            f"KV layouts of {prefill.worker_id} and {decode.worker_id} differ, and a page of "
+            f"{prefill.layout.page_bytes} bytes does not fit into {decode.kv_staging_bytes} (--kv-staging-bytes of {decode.worker_id})"
+        )
     if not f.transports or not peer.transports:
         return None  # of the version before: the two find out by themselves
     if common_plane(f.transports, peer.transports, same_host=same_host(f.host_id, peer.host_id)):

@@ -68,6 +68,7 @@ class ScriptedWorker(worker_pb2_grpc.WorkerServicer):
             max_num_seqs=8,
             transports=["shm", "tcp"],
             host_id="host:1",
+            kv_staging_bytes=1 << 20,
         )
 
     async def _read(self, requests: AsyncIterator[worker_pb2.SessionRequest]) -> None:
@@ -217,7 +218,8 @@ def test_outputs_reach_their_attempts_and_nobody_else() -> None:
         assert (list(second.output.delta.token_ids), list(third.output.delta.token_ids)) == ([4], [3])
         live = router.workers.table.live("d0")
         assert live is not None
-        assert (live.facts.transports, live.facts.host_id) == (("shm", "tcp"), "host:1")
+        said = live.facts.transports, live.facts.host_id, live.facts.kv_staging_bytes
+        assert said == (("shm", "tcp"), "host:1", 1 << 20)
         assert live.load.num_running == 7
         assert router.num_late == 3
 

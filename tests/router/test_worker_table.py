@@ -38,6 +38,7 @@ def facts(
     num_pages: int = 64,
     transports: tuple[str, ...] = (),
     host_id: str = "host:1",
+    staging: int = 0,
 ) -> WorkerFacts:
     return WorkerFacts(
         worker_id=worker_id,
@@ -54,6 +55,7 @@ def facts(
         kv_converts=converts,
         transports=transports,
         host_id=host_id,
+        kv_staging_bytes=staging,
     )
 
 
@@ -122,6 +124,16 @@ def test_workers_without_a_common_data_plane_are_named_and_never_paired() -> Non
     t.connected(facts("d1", Role.DECODE, transports=("shm", "tcp")))
     assert state(t, "prefill-0") == state(t, "d1") == "ready"
     assert [w.facts.worker_id for w in t.pool().decode] == ["d1"]
+
+
+def test_pages_of_another_layout_must_fit_into_the_decode_workers_staging() -> None:
+    p, page_bytes = facts("p0", Role.PREFILL, page_size=32, converts=SIZES), layout(32).page_bytes
+    small, enough = (facts("d0", Role.DECODE, converts=SIZES, staging=n) for n in (page_bytes - 1, page_bytes))
+    assert can_pair(p, enough) and can_pair(facts("p1", Role.PREFILL, converts=SIZES), small)  # no conversion
+    assert not can_pair(p, small)
+    assert f"{page_bytes} bytes does not fit into {page_bytes - 1} (--kv-staging-bytes of d0)" in state(
+        table(p, small), "d0"
+    )
 
 
 def test_a_plane_within_the_host_is_none_between_two() -> None:
@@ -223,6 +235,7 @@ worker = st.builds(
     model=st.sampled_from([MODEL, MODEL, "other"]),
     transports=st.sampled_from([(), ("tcp",), ("shm",), ("shm", "tcp")]),
     host_id=st.sampled_from(["", "host:1", "host:2"]),
+    staging=st.sampled_from([0, 1, 1 << 30]),
 )
 
 

@@ -52,6 +52,8 @@ def test_no_foreign_or_missing_token_at_any_border(prefill: int, decode: int) ->
                 assert got == expected_tokens(prompt, 40), (turn, i, len(prompt))
         num = both.decode.metric("pdserve_kv_transfers_total", outcome="complete")
         assert num == 4 * len(borders)
+        welcomes = both.to_prefill.welcome, both.to_decode.welcome  # the router pairs by it
+        assert [w and w.kv_staging_bytes for w in welcomes] == [0, 1 << 12]
 
     run(
         scenario,

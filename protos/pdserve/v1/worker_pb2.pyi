@@ -132,7 +132,7 @@ class SessionResponse(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., reservation: _Optional[_Union[ReservationResult, _Mapping]] = ..., step_outputs: _Optional[_Union[StepOutputs, _Mapping]] = ..., aborted: _Optional[_Union[Aborted, _Mapping]] = ..., heartbeat: _Optional[_Union[WorkerHeartbeat, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("worker_id", "role", "incarnation", "protocol_version", "identity_digest", "model", "max_model_len", "vocab_size", "layout", "num_pages", "page_size", "max_num_seqs", "kv_converts", "transports", "host_id")
+    __slots__ = ("worker_id", "role", "incarnation", "protocol_version", "identity_digest", "model", "max_model_len", "vocab_size", "layout", "num_pages", "page_size", "max_num_seqs", "kv_converts", "transports", "host_id", "kv_staging_bytes")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +148,7 @@ class Welcome(_message.Message):
     KV_CONVERTS_FIELD_NUMBER: _ClassVar[int]
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     HOST_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_STAGING_BYTES_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _common_pb2.Role
     incarnation: str
@@ -163,7 +164,8 @@ class Welcome(_message.Message):
     kv_converts: _containers.RepeatedScalarFieldContainer[str]
     transports: _containers.RepeatedScalarFieldContainer[str]
     host_id: str
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., protocol_version: _Optional[int] = ..., identity_digest: _Optional[bytes] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., layout: _Optional[str] = ..., num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_converts: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ...) -> None: ...
+    kv_staging_bytes: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.Role, str]] = ..., incarnation: _Optional[str] = ..., protocol_version: _Optional[int] = ..., identity_digest: _Optional[bytes] = ..., model: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab_size: _Optional[int] = ..., layout: _Optional[str] = ..., num_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., kv_converts: _Optional[_Iterable[str]] = ..., transports: _Optional[_Iterable[str]] = ..., host_id: _Optional[str] = ..., kv_staging_bytes: _Optional[int] = ...) -> None: ...
 
 class ReservationResult(_message.Message):
     __slots__ = ("fence", "reservation_id", "reserved", "retry_after_ms", "num_cached_pages")
