@@ -68,6 +68,8 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
     elif _is_path(name):
         what = "is a file, neither a directory nor GGUF" if Path(name).exists() else "no such directory"
         raise ConfigError(f"model {name!r}: {what}; {_ADVICE}")
+    elif name.lower() == BUILT_IN_MODEL.lower():
+        raise ConfigError(f"model {name!r}: the built-in one is written {BUILT_IN_MODEL}")
     else:
         directory = _from_hub(name, progress)
     check_model_dir(directory)

@@ -336,7 +336,8 @@ def _misfit(f: WorkerFacts, peer: WorkerFacts) -> str | None:
     if prefill.layout != decode.layout and 0 < decode.kv_staging_bytes < prefill.layout.page_bytes:
         return (
             f"KV layouts of {prefill.worker_id} and {decode.worker_id} differ, and a page of "
-            f"{prefill.layout.page_bytes} bytes does not fit into {decode.kv_staging_bytes} (--kv-staging-bytes of {decode.worker_id})"
+            f"{prefill.layout.page_bytes} bytes does not fit into {decode.kv_staging_bytes} "
+            f"(--kv-staging-bytes of {decode.worker_id})"
         )
     if not f.transports or not peer.transports:
         return None  # of the version before: the two find out by themselves

@@ -76,6 +76,12 @@ def test_a_directory_that_is_no_model_says_what_it_lacks(tmp_path: Path) -> None
         resolve_model(str(tmp_path))
 
 
+def test_the_built_in_models_name_in_other_letters_is_not_asked_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_store, "_from_hub", lambda *_: pytest.fail("asked the hub"))
+    with pytest.raises(ConfigError, match=f"the built-in one is written {BUILT_IN_MODEL}"):
+        resolve_model(BUILT_IN_MODEL.lower())
+
+
 @pytest.mark.parametrize("name", ["/no/such/directory", "./no-such", "~/model", "a/b/c"])
 def test_a_path_that_is_no_directory_is_not_asked_from_the_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
