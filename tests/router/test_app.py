@@ -59,7 +59,7 @@ def test_default_port_is_the_known_one() -> None:
 
 def test_a_worker_is_given_time_for_two_signs_of_life(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "fake", "--heartbeat-s", "3"]) == 2
-    assert "worker_timeout_s" in capsys.readouterr().err
+    assert "--worker-timeout-s" in capsys.readouterr().err
 
 
 def test_starts_not_without_a_store(capsys: pytest.CaptureFixture[str]) -> None:
