@@ -37,6 +37,7 @@ def test_noise_goes_to_a_file_that_a_failure_names(
 ) -> None:
     monkeypatch.setattr(transfer_elsewhere, "serve_method", noisy)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.syspath_prepend(Path(__file__).parents[2])  # the new process imports this module
     pool, case = make_pool(1 << 16, 4), Case(1 << 16, 4, False)
 
     async def body() -> None:
