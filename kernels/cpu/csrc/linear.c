@@ -3,7 +3,8 @@
  * Every product is summed along `in` in blocks of DEPTH, in order, whatever the number of rows: a row's bits do not
  * depend on the others.
  * Weights are read from memory once for up to ROWS rows, one after the other; a block of DEPTH x 16 stays in the first
- * cache while the rows pass it, six at most at a time in registers.
+ * cache while the rows pass it, six at most at a time in registers. Each pass asks for the next block, or memory would
+ * rest while all rows but the first six are computed. One or two rows wait for memory only: asking just costs them.
  *
  * Int8 weights: linear_int8.c.
  */
@@ -14,6 +15,7 @@
 #include "vec.h"
 
 enum { MR = 6, NR = PANEL, DEPTH = 256, ITEMS_PER_THREAD = 6, FLOATS_PER_ITEM = 1 << 13 };
+enum { AHEAD = DEPTH * NR, ASKING_ROWS = 3 };
 
 typedef struct {
     const Linear *l;
@@ -23,12 +25,14 @@ typedef struct {
 
 /* y[rows][16] := (y, or start) + x[rows][depth] weights[depth][16]; of y only the lanes low and high are touched. */
 AVX2_INLINE void multiply(const int rows, const int is_whole, const float *x, int64_t x_stride, const float *weights,
-                          int64_t depth, const float *start, float *y, int64_t y_stride, __m256i low, __m256i high) {
+                          int64_t depth, int64_t ahead, const float *start, float *y, int64_t y_stride, __m256i low,
+                          __m256i high) {
     __m256 sum[MR][2];
     const float *x3 = x + 3 * x_stride;
     UNROLL
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
     for (int64_t k = 0; k < depth; k++, x++, x3++, weights += NR) {
+        _mm_prefetch((const char *)(weights + ahead), _MM_HINT_T0);
         __m256 w0 = _mm256_loadu_ps(weights), w1 = _mm256_loadu_ps(weights + 8);
         UNROLL
         for (int r = 0; r < rows; r++) {
@@ -52,14 +56,14 @@ AVX2_INLINE void multiply(const int rows, const int is_whole, const float *x, in
 }
 
 AVX2 static void multiply_tile(int64_t rows, const float *x, int64_t x_stride, const float *weights, int64_t depth,
-                               const float *start, float *y, int64_t y_stride, int64_t columns) {
+                               int64_t ahead, const float *start, float *y, int64_t y_stride, int64_t columns) {
     __m256i low = first_lanes(min_of(columns, 8)), high = first_lanes(max_of(columns - 8, 0));
-#define CASE(r)                                                                              \
-    case r:                                                                                  \
-        if (columns >= NR)                                                                   \
-            multiply(r, 1, x, x_stride, weights, depth, start, y, y_stride, low, high);      \
-        else                                                                                 \
-            multiply(r, 0, x, x_stride, weights, depth, start, y, y_stride, low, high);      \
+#define CASE(r)                                                                            \
+    case r:                                                                                \
+        if (columns >= NR)                                                                 \
+            multiply(r, 1, x, x_stride, weights, depth, ahead, start, y, y_stride, low, high);\
+        else                                                                               \
+            multiply(r, 0, x, x_stride, weights, depth, ahead, start, y, y_stride, low, high);\
         break;
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
 #undef CASE
@@ -67,6 +71,7 @@ AVX2 static void multiply_tile(int64_t rows, const float *x, int64_t x_stride, c
 
 static void float_panel(const Linear *l, int64_t panel, int64_t first, int64_t num_rows) {
     static const float zeros[NR];
+    int64_t ahead = num_rows >= ASKING_ROWS ? AHEAD : 0;
     int64_t tiles = ceil_div(num_rows, MR), column = panel * NR;
     float start[NR];
     for (int64_t i = 0; i < NR; i++) start[i] = l->bias && column + i < l->out ? l->bias[column + i] : zeros[i];
@@ -75,7 +80,7 @@ static void float_panel(const Linear *l, int64_t panel, int64_t first, int64_t n
         const float *weights = (const float *)l->weights + at;
         for (int64_t t = 0; t < tiles; t++) {
             int64_t row = first + num_rows * t / tiles, end = first + num_rows * (t + 1) / tiles;
-            multiply_tile(end - row, l->x + row * l->x_stride + k, l->x_stride, weights, depth, k ? 0 : start,
+            multiply_tile(end - row, l->x + row * l->x_stride + k, l->x_stride, weights, depth, ahead, k ? 0 : start,
                           l->y + row * l->y_stride + column, l->y_stride, l->out - column);
         }
     }

@@ -12,6 +12,7 @@
 #include "vec.h"
 
 enum { MR = 4, PAIRS = GROUP / 2, GROUPS = 4 /* stay in the first cache */, PAIR_WIDTH = 2 * PANEL, ROWS_PER_ITEM = 8 };
+enum { AHEAD = GROUPS * GROUP * PANEL }; /* the next block, which is asked for while this one is multiplied */
 
 /* The workspace: [num_rows, groups, GROUP] int16, then [num_rows, groups] scales. */
 static inline int16_t *integers(const Linear *l) { return l->workspace; }
@@ -67,6 +68,7 @@ AVX2_INLINE void multiply(const int rows, const int16_t *x, int64_t x_stride, co
     UNROLL
     for (int r = 0; r < rows; r++) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int k = 0; k < PAIRS; k++, x += 2) {
+        _mm_prefetch((const char *)(weights + k * PAIR_WIDTH + AHEAD), _MM_HINT_T0);
         __m256i w0 = widen(weights + k * PAIR_WIDTH), w1 = widen(weights + k * PAIR_WIDTH + PANEL);
         UNROLL
         for (int r = 0; r < rows; r++) {
