@@ -2,6 +2,8 @@
 
 Query, key and value are one linear, gate and up another. What a part adds to the residual stream is summed by the norm
 that follows it: `hidden += delta; normed = norm(hidden)` is one kernel.
+
+Where everything is compiled for the CPU, all layers are one call (`kernels.cpu.decoder`), with the same bits.
 """
 
 from __future__ import annotations
@@ -14,10 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pdserve.engine.attention import AttentionContext, AttentionOptions
+from pdserve.engine.attention import AttentionContext, AttentionOptions, PagedContext
+from pdserve.engine.kv_cache import LayerPages
 from pdserve.engine.models.linear import Linear, MakeLinear, TorchLinear
 from pdserve.engine.models.spec import LeanSpec, NotLean
 from pdserve.engine.models.weights import WeightFiles
+from pdserve.kernels.cpu.attention import paged_attention as compiled_attention
+from pdserve.kernels.cpu.decoder import CompiledDecoder, DecoderLayer, DecoderStep
+from pdserve.kernels.cpu.linear import PackedLinear
 from pdserve.kernels.dispatch import fused_for
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -88,6 +94,7 @@ class LeanModel:
         embedding = files.rows([_EMBEDDING], dtype)
         self._head = make_linear(embedding if spec.tied else files.rows([_HEAD], dtype), None)
         self._embed = self._head.rows if spec.tied else TorchLinear(embedding, None).rows
+        self._compiled: tuple[Mapping[int, LayerPages], CompiledDecoder | None] | None = None
 
     def __call__(
         self,
@@ -109,6 +116,10 @@ class LeanModel:
         """
         hidden = self._embed(input_ids[0])
         rotation = self._rotation(position_ids[0])
+        if isinstance(pdserve, PagedContext) and (decoder := self._compiled_for(pdserve)) is not None:
+            batch = pdserve.batch
+            step = DecoderStep(batch.page_tables, batch.query_starts, batch.kv_lens, batch.slots, logits_to_keep)
+            return Logits(self._head(decoder(hidden.contiguous(), rotation.table, step))[None])
         delta: Tensor | None = None
         for at, layer in enumerate(self._layers):
             attended = self._attend(at, layer, self._add_norm(hidden, delta, layer.attention_norm), rotation, pdserve)
@@ -119,6 +130,31 @@ class LeanModel:
             self._kernels.silu_mul(gate_up, gated)
             delta = layer.down(gated)
         return Logits(self._head(self._add_norm(hidden, delta, self._norm))[None])
+
+    def _compiled_for(self, context: PagedContext) -> CompiledDecoder | None:
+        """The layers over these pages, compiled; None: not all of it is compiled and fp32."""
+        if self._compiled is None or self._compiled[0] is not context.pages:
+            layers = [layer for one in self._layers if (layer := _decoder_layer(one)) is not None]
+            pages = [context.pages[at] for at in range(len(self._layers))]
+            fits = (
+                context.kernels.paged_attention is compiled_attention
+                and len(layers) == len(self._layers)
+                and all(t.dtype is torch.float32 for both in pages for t in both)
+            )
+            self._compiled = (
+                context.pages,
+                CompiledDecoder(
+                    layers,
+                    pages,
+                    self._norm,
+                    num_heads=self._spec.num_heads,
+                    epsilon=self._spec.norm_eps,
+                    scale=self._layers[0].options.scale,
+                )
+                if fits
+                else None,
+            )
+        return self._compiled[1]
 
     def _attend(self, at: int, layer: _Layer, normed: Tensor, rotation: _Rotation, context: AttentionContext) -> Tensor:
         num_heads, num_tokens = self._spec.num_heads, normed.shape[0]
@@ -195,6 +231,29 @@ def _load_layer(spec: LeanSpec, files: WeightFiles, dtype: torch.dtype, make: Ma
         mlp_norm=rows("post_attention_layernorm.weight"),
         gate_up=linear(False, "mlp.gate_proj", "mlp.up_proj"),
         down=linear(False, "mlp.down_proj"),
+    )
+
+
+def _decoder_layer(layer: _Layer) -> DecoderLayer | None:
+    """The same for `CompiledDecoder`; None: its linears are not compiled."""
+    qkv, out, gate_up, down = layer.qkv, layer.out, layer.gate_up, layer.down
+    if not (
+        isinstance(qkv, PackedLinear)
+        and isinstance(out, PackedLinear)
+        and isinstance(gate_up, PackedLinear)
+        and isinstance(down, PackedLinear)
+    ):
+        return None
+    return DecoderLayer(
+        attention_norm=layer.attention_norm,
+        query_norm=layer.query_norm,
+        key_norm=layer.key_norm,
+        mlp_norm=layer.mlp_norm,
+        window=layer.options.window,
+        qkv=qkv,
+        out=out,
+        gate_up=gate_up,
+        down=down,
     )
 
 

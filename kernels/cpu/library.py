@@ -7,7 +7,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_ABI = 4  # as in csrc/cpu.c
+_ABI = 5  # as in csrc/cpu.c
 
 
 class Unavailable(Exception):

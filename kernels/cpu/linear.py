@@ -28,6 +28,10 @@ class PackedLinear:
 
     Attributes:
         num_bytes: Bytes of the packed weights.
+        num_in: Width of what goes in.
+        num_out: Width of what comes out.
+        workspace_per_row: Bytes of memory to work in, for each row.
+        pointers: Of weights, scales and bias.
     """
 
     def __init__(self, panels: Tensor, scales: Tensor | None, bias: Tensor | None, num_in: int, num_out: int) -> None:
@@ -35,11 +39,12 @@ class PackedLinear:
         self._panels = panels
         self._scales = scales
         self._bias = bias
-        self._num_in, self._num_out = num_in, num_out
+        self.num_in, self.num_out = num_in, num_out
         self._weights = panels.data_ptr(), None if scales is None else scales.data_ptr()
         self._bias_pointer = None if bias is None else bias.data_ptr()
-        self._workspace_per_row = 0 if scales is None else scales.shape[1] * (2 * _GROUP + 4)
+        self.workspace_per_row = 0 if scales is None else scales.shape[1] * (2 * _GROUP + 4)
         self._function = library.load().pdserve_linear
+        self.pointers = *self._weights, self._bias_pointer
         self.num_bytes = panels.nbytes + (0 if scales is None else scales.nbytes)
 
     @classmethod
@@ -82,16 +87,16 @@ class PackedLinear:
         Raises:
             ValueError: Another width or type.
         """
-        if x.dtype is not torch.float32 or x.shape[-1] != self._num_in:
-            raise ValueError(f"a linear over {self._num_in} float32 got {x.shape[-1]} {x.dtype}")
-        rows = x.reshape(-1, self._num_in)
+        if x.dtype is not torch.float32 or x.shape[-1] != self.num_in:
+            raise ValueError(f"a linear over {self.num_in} float32 got {x.shape[-1]} {x.dtype}")
+        rows = x.reshape(-1, self.num_in)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
-        y = x.new_empty(*x.shape[:-1], self._num_out)
-        workspace = x.new_empty(rows.shape[0] * self._workspace_per_row, dtype=torch.uint8)
+        y = x.new_empty(*x.shape[:-1], self.num_out)
+        workspace = x.new_empty(rows.shape[0] * self.workspace_per_row, dtype=torch.uint8)
         arguments = _Linear(
             rows.data_ptr(), *self._weights, workspace.data_ptr(), self._bias_pointer, y.data_ptr(),
-            rows.shape[0], self._num_in, self._num_out, rows.stride(0), self._num_out,
+            rows.shape[0], self.num_in, self.num_out, rows.stride(0), self.num_out,
         )  # fmt: skip
         self._function(ctypes.byref(arguments))
         return y
@@ -108,14 +113,14 @@ class PackedLinear:
         Raises:
             IndexError: There is no such row.
         """
-        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self._num_out:
-            raise IndexError(f"rows must be below {self._num_out}, those of the weight")
+        if len(indices) and not 0 <= int(indices.min()) <= int(indices.max()) < self.num_out:
+            raise IndexError(f"rows must be below {self.num_out}, those of the weight")
         at = indices // _COLUMNS, indices % _COLUMNS
         if self._scales is None:
             return self._panels[at[0], :, at[1]]
         rows = self._panels[at[0], :, at[1]].flatten(1)
         scales = self._scales[at[0], :, at[1]].repeat_interleave(_GROUP, dim=1)
-        return (rows * scales)[:, : self._num_in]
+        return (rows * scales)[:, : self.num_in]
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:

@@ -17,9 +17,16 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import SamplingParams
+from pdserve.engine.attention import PagedContext
+from pdserve.engine.forward_batch import ForwardBatch, build_batch
+from pdserve.engine.kv_cache import layer_views
 from pdserve.engine.loader import load_model
 from pdserve.engine.models.lean import LeanModel, inverse_frequencies
 from pdserve.engine.models.spec import DEFAULTS
+from pdserve.engine.step import ScheduledSequence, SchedulerOutput
+from pdserve.kernels.cpu import attention as compiled
+from pdserve.kernels.cpu import library
+from pdserve.kernels.dispatch import Kernels
 from tests.engine_model.models import VOCAB_SIZE, engine_run, make_model, plain_greedy
 
 LLAMA3 = {
@@ -88,6 +95,56 @@ def test_tokens_equal_the_plain_model_and_kv_is_exchangeable(name: str, tmp_path
     assert loaded.identity == theirs.identity
     for fact in ("kv_shapes", "max_model_len", "vocab_size", "eos_token_ids", "dtype"):
         assert getattr(loaded, fact) == getattr(theirs, fact), fact
+
+
+def one_by_one(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """Attention that `LeanModel` does not know as the compiled one, so that it calls each kernel itself."""
+    return compiled.paged_attention(*args, **kwargs)
+
+
+@pytest.mark.skipif(library.why_not() is not None, reason=f"no compiled CPU kernels: {library.why_not()}")
+@pytest.mark.parametrize("quantization", [None, "int8"])
+@pytest.mark.parametrize("name", KNOWN)
+def test_all_layers_in_one_call_have_the_bits_of_one_kernel_after_the_other(
+    name: str, quantization: str | None, tmp_path: Path
+) -> None:
+    """A chunk with context, a decode, a prompt; rows in any order, one twice, more than tokens in the second pass."""
+    randomised(*KNOWN[name]).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, impl="lean", quantization=quantization)
+    layout = loaded.layout(4)
+    generator = torch.Generator().manual_seed(5)
+    memory = torch.rand(12 * layout.page_bytes // 4, generator=generator).sub_(0.5)
+    results = []
+    for attention in (compiled.paged_attention, one_by_one):
+        pool = memory.clone()
+        pages = layer_views(layout, 12, memoryview(pool.numpy()).cast("B"))
+        kernels = Kernels(compiled.store_kv, attention)
+        for batch, rows in (
+            (batch_of((5, 6, [3, 0, 7]), (9, 1, [1, 5, 2]), (0, 7, [4, 6])), [5, 6, 13, 0, 6]),
+            (batch_of((6, 1, [3, 0])), [0, 0, 0]),
+        ):
+            with torch.inference_mode():
+                logits = loaded.model(
+                    input_ids=batch.token_ids[None],
+                    position_ids=batch.positions[None],
+                    logits_to_keep=torch.tensor(rows),
+                    pdserve=PagedContext(batch, pages, kernels),
+                ).logits
+            assert logits.shape == (1, len(rows), VOCAB_SIZE) and logits.isfinite().all()
+            results.append(logits)
+        results.append(pool)
+    half = len(results) // 2
+    assert all(map(torch.equal, results[:half], results[half:]))
+    assert not torch.equal(results[2], memory)
+
+
+def batch_of(*sequences: tuple[int, int, list[int]]) -> ForwardBatch:
+    """A step of (tokens before, new tokens, page table)."""
+    rows = [
+        ScheduledSequence(str(i), start, range(i, i + num), table, None, 0, range(start + num), start + num)
+        for i, (start, num, table) in enumerate(sequences)
+    ]
+    return build_batch(SchedulerOutput(0, tuple(rows), sum(num for _, num, _ in sequences)), 4)
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -1,10 +1,11 @@
 /* Elementwise kernels of the lean path, fp32; see kernels/reference_fused.py for their meaning. Each row or token is
  * computed in one order, whatever the batch. */
+#include "fused.h"
+
 #include <math.h>
 
 #include "pool.h"
 #include "sizes.h"
-#include "status.h"
 #include "vec.h"
 
 enum { FLOATS_PER_ITEM = 1 << 14 }; /* what is worth another thread */
@@ -84,7 +85,6 @@ AVX2 static void norm_rows(const void *arguments, int64_t first, int64_t last) {
     }
 }
 
-/* residual may be NULL. */
 EXPORT void pdserve_rms_norm(const float *x, const float *weight, float *output, float *residual, int64_t num_rows,
                              int64_t columns, int64_t x_stride, int64_t output_stride, int64_t residual_stride,
                              float epsilon) {
@@ -121,7 +121,6 @@ AVX2 static void rotate_tokens(const void *arguments, int64_t first, int64_t las
     }
 }
 
-/* Returns 0 or BAD_INDEX. */
 EXPORT int pdserve_rotate(float *x, const int64_t *positions, const float *table, int64_t num_tokens,
                           int64_t num_heads, int64_t half, int64_t stride_token, int64_t stride_head,
                           int64_t table_rows, int64_t table_stride) {
