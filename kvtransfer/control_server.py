@@ -31,6 +31,7 @@ from pdserve.kvtransfer.control_messages import OUTCOMES, closed, manifest, reas
 from pdserve.kvtransfer.handoff import SourceTransfer, TransferState
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.recent import remember
+from pdserve.kvtransfer.served_stream import ControlContext, ServedStream
 from pdserve.kvtransfer.stream_places import StreamPlaces
 from pdserve.kvtransfer.transport import PageSource
 from pdserve.v1 import kvtransfer_pb2 as pb
@@ -39,8 +40,7 @@ from pdserve.v1 import kvtransfer_pb2_grpc as rpc
 log = logging.getLogger(__name__)
 MAX_TRANSFER_ID_BYTES = 128
 MAX_NAME_CHARS = 128
-MAX_OUTBOX = 4096
-MAX_NAMED = 8
+HELLO_TIMEOUT_S = 5.0
 
 
 class TransferListener(Protocol):
@@ -56,32 +56,11 @@ class TransferListener(Protocol):
 
 
 @dataclass(eq=False)
-class _Stream:
-    """One decode worker's control stream, whose pages travel over one plane."""
-
-    peer: str
-    transport: str
-    source: PageSource
-    token: bytes
-    outbox: asyncio.Queue[pb.ControlResponse] = field(default_factory=lambda: asyncio.Queue(MAX_OUTBOX))
-    pending: OrderedDict[str, tuple[int, float]] = field(default_factory=OrderedDict)
-    open: set[str] = field(default_factory=set)
-    overflow: asyncio.Event = field(default_factory=asyncio.Event)
-
-    def send(self, message: pb.ControlResponse) -> None:
-        """Queues a message; a peer that does not read them loses its stream."""
-        if self.outbox.full():
-            self.overflow.set()
-        else:
-            self.outbox.put_nowait(message)
-
-
-@dataclass(eq=False)
 class _Entry:
     """One offered transfer."""
 
     transfer: SourceTransfer
-    stream: _Stream | None = None
+    stream: ServedStream | None = None
     work: deque[tuple[int, tuple[PageGeneration, ...]] | handoff.Computed] = field(default_factory=deque)
     working: bool = False
 
@@ -139,7 +118,7 @@ class TransferServer(rpc.KvTransferServicer):
         self._entries: dict[str, _Entry] = {}
         self._ended: OrderedDict[str, str] = OrderedDict()  # the last ones, so that a late open is told why
         self._given_up: OrderedDict[str, handoff.Ended] = OrderedDict()  # opened and closed before they were offered
-        self._streams: set[_Stream] = set()
+        self._streams: set[ServedStream] = set()
         self._places = places or StreamPlaces()
         self._work, self._timer = Background(fail or _log_failure), Background(fail or _log_failure)
         self._checksums = PageChecksums(memory, integrity, hashers)
@@ -195,8 +174,8 @@ class TransferServer(rpc.KvTransferServicer):
             )
         self._entries[transfer_id] = _Entry(SourceTransfer(num_prompt_pages, self._lease_s))
         for stream in self._streams:
-            if (pending := stream.pending.pop(transfer_id, None)) is not None:
-                self._open(transfer_id, stream, pending[0])
+            if (num_cached_pages := stream.take(transfer_id)) is not None:
+                self._open(transfer_id, stream, num_cached_pages)
                 return
         if (ended := self._given_up.pop(transfer_id, None)) is not None:
             self._feed(transfer_id, ended)
@@ -249,7 +228,7 @@ class TransferServer(rpc.KvTransferServicer):
     # ---- decode's side: the RPC -------------------------------------------------------------------------------------
 
     async def Control(  # noqa: N802, RUF100 (name given by the proto)
-        self, request_iterator: object, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]
+        self, request_iterator: object, context: ControlContext
     ) -> None:
         """See kvtransfer.proto."""
         await context.send_initial_metadata(())  # on its own: see `core.session`
@@ -265,17 +244,14 @@ class TransferServer(rpc.KvTransferServicer):
             except TransferError as e:
                 log.warning("decode worker %s is refused: %s: %s", name, e.reason, e.message)
                 await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"{e.reason}: {e.message}")
-            source = self._sources[transport]
-            stream = _Stream(name, transport, source, source.new_reader())
-            await self._serve(stream, context, version)
+            stream = ServedStream(name, transport, self._sources[transport], self._max_pending_opens)
+            await self._serve(stream, context, self._welcome(stream, version))
 
-    async def _serve(
-        self, stream: _Stream, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse], version: int
-    ) -> None:
+    async def _serve(self, stream: ServedStream, context: ControlContext, welcome: pb.TransferWelcome) -> None:
         """Speaks with a decode worker until either side ends it."""
         log.info("decode worker %s reads pages over %s", stream.peer, stream.transport)
         self._streams.add(stream)
-        writer = asyncio.create_task(self._write(stream, context, version))
+        writer = asyncio.create_task(stream.write(context, welcome, self._clock, self._heartbeat_s))
         reader = asyncio.create_task(self._read(stream, context))
         stops = [asyncio.create_task(e.wait()) for e in (stream.overflow, self._stopping)]
         try:
@@ -284,13 +260,11 @@ class TransferServer(rpc.KvTransferServicer):
             lost = self._lose(stream)
             for task in (writer, reader, *stops):
                 task.cancel()
-            _log_end(stream, lost, await asyncio.gather(writer, reader, *stops, return_exceptions=True))
+            stream.log_end(lost, await asyncio.gather(writer, reader, *stops, return_exceptions=True))
 
-    async def _read_hello(
-        self, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]
-    ) -> pb.TransferHello:
+    async def _read_hello(self, context: ControlContext) -> pb.TransferHello:
         try:
-            first = await self._clock.wait_for(context.read(), 5.0)
+            first = await self._clock.wait_for(context.read(), HELLO_TIMEOUT_S)
         except TimeoutError:
             first = None
         if not isinstance(first, pb.ControlRequest) or first.WhichOneof("message") != "hello":
@@ -308,10 +282,8 @@ class TransferServer(rpc.KvTransferServicer):
         near = same_host(self._host_id, hello.host_id)
         return negotiation.choose(hello.transports, self._sources, same_host=near)
 
-    async def _write(
-        self, stream: _Stream, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse], version: int
-    ) -> None:
-        welcome = pb.TransferWelcome(
+    def _welcome(self, stream: ServedStream, version: int) -> pb.TransferWelcome:
+        return pb.TransferWelcome(
             protocol_version=version,
             incarnation=self._incarnation,
             data_address=stream.source.address,
@@ -322,17 +294,8 @@ class TransferServer(rpc.KvTransferServicer):
             transport=stream.transport,
             first_kv_heads=self._first_kv_heads,
         )
-        await context.write(pb.ControlResponse(welcome=welcome))
-        while True:
-            try:
-                message = await self._clock.wait_for(stream.outbox.get(), self._heartbeat_s)
-            except TimeoutError:
-                message = pb.ControlResponse(heartbeat=pb.TransferHeartbeat())
-            await context.write(message)
 
-    async def _read(
-        self, stream: _Stream, context: grpc.aio.ServicerContext[pb.ControlRequest, pb.ControlResponse]
-    ) -> None:
+    async def _read(self, stream: ServedStream, context: ControlContext) -> None:
         while True:
             message: object = await context.read()
             if not isinstance(message, pb.ControlRequest):
@@ -347,9 +310,9 @@ class TransferServer(rpc.KvTransferServicer):
                 case _:
                     self.num_late += 1
 
-    async def _on_open(self, stream: _Stream, message: pb.OpenTransfer) -> None:
+    async def _on_open(self, stream: ServedStream, message: pb.OpenTransfer) -> None:
         transfer_id, entry = message.transfer_id, self._entries.get(message.transfer_id)
-        if not 0 < len(transfer_id) <= MAX_TRANSFER_ID_BYTES:
+        if not 0 < len(transfer_id.encode()) <= MAX_TRANSFER_ID_BYTES:
             self.num_late += 1  # never offered; and an answer, which has to wait in memory, would be as long
             return
         over = entry.transfer.reason if entry is not None and entry.transfer.state in handoff.TERMINAL else None
@@ -359,32 +322,31 @@ class TransferServer(rpc.KvTransferServicer):
         if entry is not None and entry.stream is None and over is None:
             self._open(transfer_id, stream, message.num_cached_pages)
             return
-        fits = len(stream.pending) < self._max_pending_opens
-        if entry is None and transfer_id not in self._ended and fits:
-            deadline_s = self._clock.now() + self._pending_open_s
-            stream.pending.setdefault(transfer_id, (message.num_cached_pages, deadline_s))
+        until_s = self._clock.now() + self._pending_open_s
+        is_early = entry is None and transfer_id not in self._ended
+        if is_early and stream.wait_for_offer(transfer_id, message.num_cached_pages, until_s):
             self._given_up.pop(transfer_id, None)
             return
         reason = over or self._ended.get(transfer_id, "UNKNOWN_TRANSFER")
         self.num_late += 1
-        await stream.outbox.put(closed(transfer_id, reason))  # a flood waits here for its own answers to be read
+        await stream.answer(closed(transfer_id, reason))
 
-    def _open(self, transfer_id: str, stream: _Stream, num_cached_pages: int) -> None:
+    def _open(self, transfer_id: str, stream: ServedStream, num_cached_pages: int) -> None:
         self._entries[transfer_id].stream = stream
         stream.open.add(transfer_id)
         self._feed(transfer_id, handoff.Opened(num_cached_pages))
 
-    def _on_close(self, stream: _Stream, message: pb.CloseTransfer) -> None:
+    def _on_close(self, stream: ServedStream, message: pb.CloseTransfer) -> None:
         state = OUTCOMES.get(message.outcome, TransferState.FAILED)
         ended = handoff.Ended(state, reason_of(message.reason, state.upper()), by_peer=True)
         if message.transfer_id in stream.open:
             self._feed(message.transfer_id, ended)
-        elif stream.pending.pop(message.transfer_id, None) is not None:
+        elif stream.take(message.transfer_id) is not None:
             remember(self._given_up, message.transfer_id, ended)
         else:
             self.num_late += 1
 
-    def _lose(self, stream: _Stream) -> list[str]:
+    def _lose(self, stream: ServedStream) -> list[str]:
         """The stream died: its readers and all its transfers end. Returns those that had not ended."""
         self._streams.discard(stream)
         stream.source.drop_reader(stream.token)
@@ -433,7 +395,7 @@ class TransferServer(rpc.KvTransferServicer):
                     entry.stream.open.discard(transfer_id)
                 self._listener.on_ended(transfer_id, action.state, action.reason)
 
-    async def _withdraw(self, transfer_id: str, stream: _Stream | None) -> None:
+    async def _withdraw(self, transfer_id: str, stream: ServedStream | None) -> None:
         if stream is not None:  # else nothing of it was ever published
             await stream.source.withdraw(transfer_id)
         self._feed(transfer_id, handoff.Withdrawn())
@@ -476,24 +438,9 @@ class TransferServer(rpc.KvTransferServicer):
             self._feed(transfer_id, handoff.Tick())
         now = self._clock.now()
         for stream in self._streams:
-            while stream.pending and next(iter(stream.pending.values()))[1] <= now:
-                transfer_id, _ = stream.pending.popitem(last=False)
+            for transfer_id in stream.take_overdue(now):
                 stream.send(closed(transfer_id, "UNKNOWN_TRANSFER"))
                 self.num_late += 1
-
-
-def _log_end(stream: _Stream, lost: Sequence[str], ended: Iterable[object]) -> None:
-    """Says how a stream ended; how gRPC says that the other side has gone, which differs, is told in plain words."""
-    for error in ended:
-        if isinstance(error, Exception) and not isinstance(error, grpc.aio.BaseError):
-            log.error("control stream of %s failed by a fault of this process: %r", stream.peer, error)
-    why = "the decode worker ended it, or cannot be reached"
-    if stream.overflow.is_set():
-        why = f"the decode worker does not read its messages; {MAX_OUTBOX} wait"
-    names = ", ".join(lost[:MAX_NAMED]) + (", ..." if len(lost) > MAX_NAMED else "")
-    with_it = f"; KV transfers that failed with it ({len(lost)}): {names}" if lost else ""
-    level = logging.WARNING if lost or stream.overflow.is_set() else logging.INFO
-    log.log(level, "control stream of %s ended: %s%s", stream.peer, why, with_it)
 
 
 def _log_failure(error: PdserveError) -> None:
