@@ -67,6 +67,11 @@ class RangeFacts(Protocol):
         """When the last page was here and verified, monotonic seconds."""
         ...
 
+    @property
+    def transport(self) -> str:
+        """Data plane they came over."""
+        ...
+
 
 class TransferFacts(Protocol):
     """What a complete transfer says of itself; see `kvtransfer.timeline.TransferResult`."""
@@ -93,7 +98,7 @@ class TransferFacts(Protocol):
 
     @property
     def transport(self) -> str:
-        """Data plane they came over."""
+        """Data planes they came over, with a plus between them; which moved what is in `ranges`."""
         ...
 
     @property
@@ -171,7 +176,8 @@ class StreamRecord:
             self.timings.transfer_last_bytes = result.ranges[-1].num_bytes
         self._manifest_s = result.manifest_s
         self._metrics.kv_transfers.labels("complete", "").inc()
-        self._metrics.kv_bytes.labels(result.transport).inc(result.bytes_on_wire)
+        for pulled in result.ranges:
+            self._metrics.kv_bytes.labels(pulled.transport).inc(pulled.num_bytes)
         self._metrics.kv_seconds.observe(result.transfer_s)
         self._metrics.kv_hidden_seconds.observe(result.hidden_s)
         self._metrics.kv_pull_seconds.observe(result.pull_s)
@@ -298,5 +304,6 @@ def _pulled(pulled: RangeFacts) -> SpanEvent:
         NUM_BYTES: pulled.num_bytes,
         WAIT_S: pulled.wait_s,
         PULL_S: pulled.pull_s,
+        TRANSPORT: pulled.transport,
     }
     return SpanEvent(PULLED, pulled.verified_s, facts)

@@ -18,7 +18,7 @@ from pdserve.core.layout import KVLayout, incompatibility
 from pdserve.kvtransfer.convert import KV_HEADS, Block, HeadShard, PagePlan, blocks, coverage_fault, range_fault
 from pdserve.kvtransfer.pool import KvPool, PageMemory
 from pdserve.kvtransfer.staging import Stage
-from pdserve.kvtransfer.transport import PageSink, QuarantiningSink, SourcePageRef
+from pdserve.kvtransfer.transport import Overdue, PageSink, QuarantiningSink, SourcePageRef
 
 MAX_STAGES = 4
 MakeSink = Callable[[str, KvPool], PageSink]
@@ -124,7 +124,7 @@ class Stages:
         self.converts, self._max_bytes = converts | {KV_HEADS}, max_bytes
         self._stages: dict[tuple[str, KVLayout], tuple[Stage, KvPool]] = {}
         self._making = asyncio.Lock()
-        self._overdue: Callable[[str, TransferError], None] | None = None
+        self._overdue: Overdue | None = None
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="kv-convert")
 
     @property
@@ -139,7 +139,7 @@ class Stages:
             total += num if num < memory.num_pages else max(num, self._pool.num_pages)
         return total
 
-    def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
+    def on_overdue(self, callback: Overdue) -> None:
         """See `QuarantiningSink`."""
         self._overdue = callback
 

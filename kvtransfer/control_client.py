@@ -141,11 +141,8 @@ class TransferClient:
         """
         self._check_new(transfer_id)
         state = SinkTransfer(len(destinations), num_cached_pages, expected_num_tokens, expected_digest)
-        over = partial(self._forget, transfer_id)
-        transfer = self._add(transfer_id, peer, state, destinations, request_id, over)
-        self._transfers[transfer_id] = transfer
-        if self._expect is not None:
-            self._expect(destinations[num_cached_pages:])
+        transfer = self._add(transfer_id, peer, state, destinations, request_id, partial(self._forget, transfer_id))
+        self._begun(transfer, destinations[num_cached_pages:])
         return transfer
 
     def gather(
@@ -174,29 +171,27 @@ class TransferClient:
             TransferError: A transfer of that id is open; SHARDS: none, one twice, or more than KV heads.
         """
         self._check_sources(peers)
-        if len(peers) == 1:
-            return self.start(
-                transfer_id,
-                peers[0],
-                num_cached_pages=num_cached_pages,
-                destinations=destinations,
-                expected_num_tokens=expected_num_tokens,
-                expected_digest=expected_digest,
-                request_id=request_id,
-            )
         self._check_new(transfer_id)
         state = SinkTransfer(len(destinations), num_cached_pages, expected_num_tokens, expected_digest)
         over = partial(self._forget, transfer_id)
-        whole = GatheredTransfer(transfer_id, self.layout, len(peers), request_id, over)
-        owners = [whole.part(index) for index in range(len(peers))]
-        whole.parts = tuple(
-            self._add(transfer_id, peer, state, destinations, request_id, owner.over, owner)
-            for peer, owner in zip(peers, owners, strict=True)
-        )
-        self._transfers[transfer_id] = whole
+        transfer: Transfer
+        if len(peers) == 1:
+            transfer = self._add(transfer_id, peers[0], state, destinations, request_id, over)
+        else:
+            transfer = GatheredTransfer(transfer_id, self.layout, len(peers), request_id, over)
+            owners = [transfer.part(index) for index in range(len(peers))]
+            transfer.parts = tuple(
+                self._add(transfer_id, peer, state, destinations, request_id, owner.over, owner)
+                for peer, owner in zip(peers, owners, strict=True)
+            )
+        self._begun(transfer, destinations[num_cached_pages:])
+        return transfer
+
+    def _begun(self, transfer: Transfer, written: Sequence[int]) -> None:
+        """It is open, and will write these pages."""
+        self._transfers[transfer.transfer_id] = transfer
         if self._expect is not None:
-            self._expect(destinations[num_cached_pages:])
-        return whole
+            self._expect(written)
 
     def _check_sources(self, peers: Sequence[TransferPeer]) -> None:
         if len({(peer.address, peer.incarnation) for peer in peers}) != len(peers) or not peers:
@@ -235,9 +230,9 @@ class TransferClient:
         """The transfer has ended."""
         self._transfers.pop(transfer_id, None)
 
-    def _on_overdue(self, transfer_id: str, error: TransferError) -> None:
+    def _on_overdue(self, transfer_id: str, address: str, error: TransferError) -> None:
         if (transfer := self._transfers.get(transfer_id)) is not None:
-            transfer.on_overdue(error)
+            transfer.on_overdue(address, error)
 
     def on_stream_ended(self, stream: ControlStream) -> None:
         """A stream died; the next `start` opens another."""

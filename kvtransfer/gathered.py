@@ -7,7 +7,6 @@ renews its lease and quarantines as a transfer from one source does.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -17,10 +16,8 @@ from pdserve.kvtransfer import gather
 from pdserve.kvtransfer.convert import HeadShard
 from pdserve.kvtransfer.gather import Gather
 from pdserve.kvtransfer.handoff import TransferState
-from pdserve.kvtransfer.incoming import NO_FAILURES, IncomingTransfer
+from pdserve.kvtransfer.incoming import IncomingTransfer, log_failure
 from pdserve.kvtransfer.timeline import TransferResult, merged
-
-log = logging.getLogger(__name__)
 
 
 class GatheredTransfer:
@@ -82,9 +79,10 @@ class GatheredTransfer:
         self.feed(gather.Ended(TransferState.ABORTED, reason))
         await asyncio.shield(self._done)
 
-    def on_overdue(self, error: TransferError) -> None:
-        """As `IncomingTransfer.on_overdue`."""
-        self.feed(gather.Ended(TransferState.FAILED, error.reason, error.message))
+    def on_overdue(self, address: str, error: TransferError) -> None:
+        """As `IncomingTransfer.on_overdue`: the part of that source fails, and with it the whole."""
+        for part in self.parts:
+            part.on_overdue(address, error)
 
     def feed(self, event: gather.GatherEvent) -> None:
         """Something happened; what comes of it may be fed meanwhile, and waits."""
@@ -109,7 +107,8 @@ class GatheredTransfer:
                 self.parts[action.part].end(action.reason)
             case gather.Decide():
                 self._decided.set_result(None)
-                self._log_failure()
+                g, source = self._gather, f"{len(self.parts)} sources"
+                log_failure(self.transfer_id, self._request_id, source, g.state, g.reason, g.message)
             case gather.Resolve():
                 self._over()
                 self._done.set_result(None)
@@ -121,19 +120,6 @@ class GatheredTransfer:
         return TransferError(
             f"KV transfer {self.transfer_id} from {len(g.parts)} sources ended {g.state}: {g.message or g.reason}",
             reason=g.reason,
-        )
-
-    def _log_failure(self) -> None:
-        g = self._gather
-        if g.state is not TransferState.FAILED or g.reason in NO_FAILURES:
-            return
-        log.warning(
-            "KV transfer %s of request %s from %d sources failed: %s%s",
-            self.transfer_id,
-            self._request_id or "(unknown)",
-            len(g.parts),
-            g.reason,
-            f": {g.message}" if g.message else "",
         )
 
 

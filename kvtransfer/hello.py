@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 
 from pdserve.core.errors import ConfigError, TransferError
 from pdserve.core.layout import KVLayout, incompatibility
-from pdserve.kvtransfer.convert import KV_HEADS, HeadShard, shard_fault
+from pdserve.kvtransfer.convert import HeadShard, range_fault
 from pdserve.v1 import kvtransfer_pb2 as pb
 
 
@@ -36,7 +35,8 @@ def check(
         raise _refused("IDENTITY", "model, weights, --quantization or attention config differ: start both alike")
     theirs = KVLayout.from_json(hello.layout)
     if first_kv_heads:
-        reason = _range_fault(HeadShard(layout, first_kv_heads), theirs, hello.kv_converts)
+        fault = range_fault(HeadShard(layout, first_kv_heads), theirs, hello.kv_converts)
+        reason = None if fault is None else f"as the decode worker sees it, {fault}"
     else:
         reason = incompatibility(layout, theirs, hello.kv_converts)
     if reason:
@@ -52,17 +52,6 @@ def own_first_heads(first_kv_heads: Sequence[int], layout: KVLayout) -> tuple[in
     if len(first_kv_heads) not in (0, len(layout.groups)):
         raise ConfigError(f"first_kv_heads: {len(first_kv_heads)} heads for {len(layout.groups)} layer groups")
     return tuple(first_kv_heads)
-
-
-def _range_fault(shard: HeadShard, theirs: KVLayout, converts: Collection[str]) -> str | None:
-    """Why decode cannot place the heads of this worker, which has a range of them."""
-    if KV_HEADS not in converts:
-        return "this worker has a range of the KV heads, and the decode worker takes all heads from one source"
-    fits = replace(theirs, groups=shard.layout.groups)  # whose heads are asked about below
-    if (reason := incompatibility(shard.layout, fits, converts)) is not None:
-        return reason
-    fault = shard_fault(shard, theirs)
-    return None if fault is None else f"as the decode worker sees it, {fault}"
 
 
 def _refused(reason: str, message: str) -> TransferError:

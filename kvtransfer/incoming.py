@@ -31,6 +31,22 @@ NO_FAILURES = ("ABORTED", "FINISHED")
 """Reasons for which prefill closes a transfer that is not wanted any more."""
 
 
+def log_failure(
+    transfer_id: str, request_id: str, source: str, state: TransferState, reason: str, message: str
+) -> None:
+    """Names a transfer that failed; one that the request's end has ended, on either side, did not."""
+    if state is not TransferState.FAILED or reason in NO_FAILURES:
+        return
+    log.warning(
+        "KV transfer %s of request %s from %s failed: %s%s",
+        transfer_id,
+        request_id or "(unknown)",
+        source,
+        reason,
+        f": {message}" if message else "",
+    )
+
+
 class PartOwner(Protocol):
     """Whom a transfer tells that is one of several sources' parts. Called on the event loop; must not block."""
 
@@ -44,7 +60,18 @@ class PartOwner(Protocol):
 
 
 class IncomingTransfer:
-    """One transfer from one source; made by `TransferClient.start`, or as a part by `TransferClient.gather`."""
+    """One transfer from one source; made by `TransferClient.start`, or as a part by `TransferClient.gather`.
+
+    Args:
+        transfer_id: The transfer.
+        transfer: Where it begins, counted in our pages.
+        destinations: Page ids of the whole prompt here.
+        stream: To its source.
+        clock: Time.
+        request_id: For logs.
+        over: Called once when nothing of it writes into the destinations any more.
+        owner: Of a part, which opens when it says so; None: it opens with the welcome.
+    """
 
     def __init__(
         self,
@@ -208,8 +235,16 @@ class IncomingTransfer:
             case "closed":
                 self._feed(handoff.Ended(TransferState.FAILED, reason_of(message.closed.reason, "CLOSED"), True))
 
-    def on_overdue(self, error: TransferError) -> None:
-        """Its pull is too slow, and goes on until nothing writes any more: the transfer ends now."""
+    def on_overdue(self, address: str, error: TransferError) -> None:
+        """Its pull is too slow, and goes on until nothing writes any more: the transfer ends now.
+
+        Args:
+            address: Data address of the pull's source; of another source it is another part's.
+            error: Why.
+        """
+        said = self._stream.welcome
+        if said is None or said.data_address != address:
+            return
         self._message = self._message or error.message
         self._feed(handoff.Ended(TransferState.FAILED, error.reason))
 
@@ -249,20 +284,10 @@ class IncomingTransfer:
             self._over()
 
     def _log_failure(self) -> None:
-        """Names a failed transfer; one that the request's end has ended, on either side, did not fail."""
         t, stream = self._transfer, self._stream
-        if t.state is not TransferState.FAILED or t.reason in NO_FAILURES:
-            return
         over = f" over {stream.transport}" if stream.transport else ""
-        log.warning(
-            "KV transfer %s of request %s from %s%s failed: %s%s",
-            self.transfer_id,
-            self._request_id or "(unknown)",
-            stream.peer.worker_id,
-            over,
-            t.reason,
-            f": {self._message}" if self._message else "",
-        )
+        source = f"{stream.peer.worker_id}{over}"
+        log_failure(self.transfer_id, self._request_id, source, t.state, t.reason, self._message)
 
     async def _run_pull(self, action: handoff.Pull) -> handoff.PullEnded:
         said = self._stream.welcome
@@ -275,7 +300,8 @@ class IncomingTransfer:
         except TransferError as e:
             self._message = self._message or e.message
             return handoff.PullEnded(0, e.reason)
-        self._timeline.pulled(action.position, len(action.pages), num_bytes, began_s, self._clock.now())
+        now, transport = self._clock.now(), self._stream.transport
+        self._timeline.pulled(action.position, len(action.pages), num_bytes, began_s, now, transport)
         return handoff.PullEnded(num_bytes)
 
     def _on_pull_done(self, task: asyncio.Task[handoff.PullEnded]) -> None:

@@ -20,7 +20,7 @@ import logging
 import threading
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -32,7 +32,7 @@ from pdserve.core.errors import TransferError
 from pdserve.kvtransfer.pool import PageMemory
 from pdserve.kvtransfer.remote_reads import Library, LocalMemory, Read, ReadState, RemotePool, Runs
 from pdserve.kvtransfer.tasks import submit, until_over
-from pdserve.kvtransfer.transport import Capabilities, SourcePageRef
+from pdserve.kvtransfer.transport import Capabilities, Overdue, SourcePageRef
 
 MAX_PER_PEER = 4
 MAX_PEERS = 32
@@ -60,8 +60,11 @@ class _Part:
 class _Pull:
     """One pull: what its caller and the thread share is `future` and `cancelled`."""
 
-    def __init__(self, source: RemotePool, transfer_id: str, num_pages: int, parts: Iterator[_Part]) -> None:
-        self.source, self.transfer_id, self.num_pages, self.parts = source, transfer_id, num_pages, parts
+    def __init__(
+        self, address: str, source: RemotePool, transfer_id: str, num_pages: int, parts: Iterator[_Part]
+    ) -> None:
+        self.address, self.source, self.transfer_id = address, source, transfer_id
+        self.num_pages, self.parts = num_pages, parts
         self.loop = asyncio.get_running_loop()
         self.future: Future[int] = Future()
         self.cancelled = False
@@ -111,7 +114,7 @@ class OneSidedSink:
         self._inbox: deque[_Pull] = deque()
         self._wake, self._closing, self._ended = threading.Event(), False, Future[None]()
         self._decoded: dict[str, RemotePool] = {}
-        self._on_overdue: Callable[[str, TransferError], None] | None = None
+        self._on_overdue: Overdue | None = None
         # The thread's own:
         self._waiting: list[_Pull] = []
         self._active: list[_Pull] = []
@@ -128,7 +131,7 @@ class OneSidedSink:
         """Pages of pulls that failed, into which something may still write; all, once the library itself failed."""
         return self._num_quarantined
 
-    def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
+    def on_overdue(self, callback: Overdue) -> None:
         """Sets who is told, on the pull's loop, that a transfer's pull is too slow; it goes on until nothing writes."""
         self._on_overdue = callback
 
@@ -145,7 +148,7 @@ class OneSidedSink:
         self._check(source, sources)
         if not sources:
             return 0
-        pull = _Pull(source, transfer_id, len(sources), self._parts(source, sources, destinations))
+        pull = _Pull(address, source, transfer_id, len(sources), self._parts(source, sources, destinations))
         with self._lock:
             if self._closing:
                 raise TransferError("the data plane is closed", reason="SINK_CLOSED")
@@ -399,7 +402,7 @@ class OneSidedSink:
     def _tell_late(self, pull: _Pull, error: TransferError) -> None:
         if self._on_overdue is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-                pull.loop.call_soon_threadsafe(self._on_overdue, pull.transfer_id, error)
+                pull.loop.call_soon_threadsafe(self._on_overdue, pull.transfer_id, pull.address, error)
 
     def _resolve(self, pull: _Pull) -> None:
         if pull.error is not None:

@@ -21,6 +21,7 @@ class PulledRange:
         announced_s: When the last of them was announced.
         began_s: When the pull began.
         verified_s: When the last of them was here and verified.
+        transport: Data plane that they came over.
     """
 
     first_page: int
@@ -29,6 +30,7 @@ class PulledRange:
     announced_s: float
     began_s: float
     verified_s: float
+    transport: str
 
     @property
     def wait_s(self) -> float:
@@ -63,12 +65,14 @@ class Timeline:
         if not self._announced or num_pages > self._announced[-1][0]:
             self._announced.append((num_pages, now))
 
-    def pulled(self, first_page: int, num_pages: int, num_bytes: int, began_s: float, now: float) -> None:
+    def pulled(
+        self, first_page: int, num_pages: int, num_bytes: int, began_s: float, now: float, transport: str
+    ) -> None:
         """A pull succeeded; fields as those of `PulledRange`."""
         end = first_page + num_pages
         announced_s = next((at_s for known, at_s in self._announced if known >= end), began_s)
         self._announced = [(known, at_s) for known, at_s in self._announced if known > end]
-        self._ranges.append(PulledRange(first_page, num_pages, num_bytes, announced_s, began_s, now))
+        self._ranges.append(PulledRange(first_page, num_pages, num_bytes, announced_s, began_s, now, transport))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +87,8 @@ class TransferResult:
         transfer_s: First byte asked to last page verified, seconds.
         hidden_s: Part of transfer_s before the manifest came, seconds.
         num_pages: Pages that were pulled.
-        transport: Data plane that they came over; several, from several sources, have a plus between them.
+        transport: Data plane that they came over; several, from several sources, have a plus between them. What each
+            of them moved is in the ranges.
         manifest_s: When the manifest came, monotonic seconds.
         ranges: The pulls, in order.
     """
@@ -119,8 +124,8 @@ def merged(parts: Sequence[TransferResult]) -> TransferResult:
             other heads.
 
     Returns:
-        What the first one says of the token; bytes, pages and ranges of all. `transport` names each plane once, with a
-        plus between them.
+        What the first one says of the token; bytes, pages and ranges of all. `pull_s` is the sum over sources that
+        pull beside each other, and may be more than `transfer_s`.
     """
     first = parts[0]
     ranges = tuple(sorted((r for part in parts for r in part.ranges), key=lambda r: r.verified_s))

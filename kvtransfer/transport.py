@@ -111,6 +111,10 @@ class PageSink(Protocol):
         ...
 
 
+Overdue = Callable[[str, str, TransferError], None]
+"""Told of a pull that failed though it cannot return yet: its transfer, its source's data address, why."""
+
+
 @runtime_checkable
 class QuarantiningSink(PageSink, Protocol):
     """A sink whose cancel is not quiescent: a failed pull goes on, and holds its pages, until nothing writes."""
@@ -120,6 +124,6 @@ class QuarantiningSink(PageSink, Protocol):
         """Pages of failed pulls into which something may still write; callable from any thread."""
         ...
 
-    def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
-        """Sets who is told, on the pull's loop, that the pull of a transfer failed though it cannot return yet."""
+    def on_overdue(self, callback: Overdue) -> None:
+        """Sets who is told, on the pull's loop."""
         ...

@@ -35,6 +35,7 @@ class Range:
     wait_s: float = 0.25
     pull_s: float = 0.5
     verified_s: float = 15.5
+    transport: str = "tcp"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,18 @@ def test_decode_pulls_and_generates() -> None:
     assert s.metric("pdserve_kv_transfer_pull_seconds_sum") == 1.0
     pulls = [(at_s, facts["pdserve.num_bytes"]) for name, at_s, facts in s.spans.events if name == "pulled"]
     assert pulls == [(13.0, 500), (15.5, 300)]
+
+
+def test_bytes_count_for_the_plane_that_moved_them() -> None:
+    """Sources of one prompt may have unlike ones."""
+    s = Seen(D)
+    s.record.reserved(12.0)
+    pulls = (Range(transport="shm"), Range(num_bytes=300), Range(num_bytes=200, transport="shm"))
+    s.record.transferred(Pulled(transport="shm+tcp", ranges=pulls), 16.0)
+    moved = "pdserve_kv_transfer_bytes_total"
+    assert [s.metric(moved, transport=name) for name in ("shm", "tcp", "shm+tcp")] == [700, 300, 0]
+    planes = [facts["pdserve.transport"] for name, _, facts in s.spans.events if name == "pulled"]
+    assert planes == ["shm", "tcp", "shm"]
 
 
 def test_mixed_does_both() -> None:

@@ -241,7 +241,7 @@ def test_a_stopped_source_is_told_as_late_and_its_death_ends_the_quarantine(plan
     async def body() -> None:
         async with sink(plane) as s:
             told = asyncio.Event()
-            s.sink.on_overdue(lambda transfer_id, error: told.set())
+            s.sink.on_overdue(lambda transfer_id, address, error: told.set())
             with source(plane) as mortal:
                 await s.pull(mortal.address, range(4), range(4))
                 mortal.stop()

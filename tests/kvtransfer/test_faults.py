@@ -13,7 +13,7 @@ from pdserve.core.errors import TransferError
 from pdserve.kvtransfer.fake import FakePageSink, FakePageSource, PageFate
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.pool import KvPool
-from pdserve.kvtransfer.transport import Capabilities, PageSink, PageSource, SourcePageRef
+from pdserve.kvtransfer.transport import Capabilities, Overdue, PageSink, PageSource, SourcePageRef
 
 from .world import Ref, run, world
 
@@ -83,11 +83,11 @@ class SlowToStop:
     """A sink whose writer goes on for a while after it was cancelled, until `release`."""
 
     capabilities = Capabilities(quiescent_cancel=False, zero_copy=True, device_memory=False)
-    late: Callable[[str, TransferError], None]
+    late: Overdue
 
     def __init__(self) -> None:
         self.began, self.cancelled, self.release = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        self.writing = False
+        self.writing, self.address = False, ""
 
     async def pull(
         self,
@@ -97,7 +97,7 @@ class SlowToStop:
         sources: Sequence[SourcePageRef],
         destinations: Sequence[int],
     ) -> int:
-        self.writing = True
+        self.writing, self.address = True, address
         self.began.set()
         try:
             await asyncio.Event().wait()
@@ -111,7 +111,7 @@ class SlowToStop:
     def num_quarantined(self) -> int:
         return 2 * (self.writing and self.cancelled.is_set())
 
-    def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
+    def on_overdue(self, callback: Overdue) -> None:
         self.late = callback
 
     async def close(self) -> None:
@@ -135,7 +135,7 @@ def test_no_end_is_told_while_a_writer_still_runs(end: str) -> None:
             elif end == "stream lost":
                 await w.grpc_server.stop(None)
             elif end == "overdue":
-                sink.late("t", TransferError("too slow", reason="PULL_IDLE"))
+                sink.late("t", sink.address, TransferError("too slow", reason="PULL_IDLE"))
             else:
                 w.complete("t", 2, finished=True)
             await sink.cancelled.wait()

@@ -111,7 +111,7 @@ async def pair(idle_s: float = 30.0, pages_per_part: int = 4, at_once: bool = Fa
         patch.setattr(onesided, "PART_BYTES", pages_per_part * SMALL.page_bytes)
         sink = OneSidedSink(here, "scripted", library, idle_s=idle_s, base_s=60.0)
     p = Pair(sink, library, there, here, RemotePool("scripted", "a", "", memory.base, NUM_PAGES, SMALL.page_bytes))
-    sink.on_overdue(lambda transfer_id, error: p.overdue.append((transfer_id, error.reason)))
+    sink.on_overdue(lambda transfer_id, address, error: p.overdue.append((transfer_id, error.reason)))
     try:
         yield p
     finally:
@@ -383,7 +383,7 @@ def test_a_library_that_breaks_fails_requests_and_frees_no_page(caplog: pytest.L
     async def body() -> None:
         here, library, told = KvPool(SMALL, NUM_PAGES), ScriptedLibrary(), list[str]()
         sink = OneSidedSink(here, "scripted", library)
-        sink.on_overdue(lambda transfer_id, error: told.append(error.reason))
+        sink.on_overdue(lambda transfer_id, address, error: told.append(error.reason))
         memory = LocalMemory(here)
         address = RemotePool("scripted", "a", "", memory.base, NUM_PAGES, SMALL.page_bytes).encode()
         page = [SourcePageRef(1, 1, 5)]
@@ -429,7 +429,7 @@ def test_a_library_that_breaks_between_two_parts_frees_no_page_and_strands_nobod
     async def body() -> None:
         here, library, told = KvPool(SMALL, NUM_PAGES), BreakingLibrary(), list[str]()
         sink = OneSidedSink(here, "scripted", library)
-        sink.on_overdue(lambda transfer_id, error: told.append(transfer_id))
+        sink.on_overdue(lambda transfer_id, address, error: told.append(transfer_id))
         remote = RemotePool("scripted", "a", "", LocalMemory(here).base, NUM_PAGES, SMALL.page_bytes)
 
         def start(name: str, *pages: int) -> asyncio.Task[int]:

@@ -15,7 +15,7 @@ import pytest
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import ConfigError, TransferError
 from pdserve.core.layout import CONVERSIONS, KVLayout, LayerGroup
-from pdserve.kvtransfer.arrival import Stages
+from pdserve.kvtransfer.arrival import MakeSink, Stages
 from pdserve.kvtransfer.control_client import TransferClient
 from pdserve.kvtransfer.control_server import TransferServer
 from pdserve.kvtransfer.convert import HeadShard
@@ -90,6 +90,7 @@ async def started(
     digests: Sequence[bytes] = (DIGEST,),
     first_heads: Sequence[tuple[int, ...]] | None = None,
     gathers: bool = True,
+    sink_of: MakeSink = sink_over,
 ) -> AsyncIterator[Worker]:
     """The sources, whose planes and digests are taken in turn, and a decode worker."""
     pool = poisoned_pool(OURS, NUM_HERE + 2)
@@ -108,7 +109,7 @@ async def started(
             )
             for i, (shard, heads) in enumerate(zip(sources, first_heads or [None] * len(sources), strict=True))
         ]
-        stages = Stages(pool, OURS, sink_over, MonotonicClock(), converts=CONVERSIONS, max_bytes=1 << 16)
+        stages = Stages(pool, OURS, sink_of, MonotonicClock(), converts=CONVERSIONS, max_bytes=1 << 16)
         client = TransferClient(
             worker_id="decode-0",
             incarnation="b1",
@@ -161,6 +162,8 @@ def test_heads_of_several_sources_arrive_as_one_prompt(sources: list[HeadShard],
             result = await incoming.result()
             assert (result.token_id, result.index, result.finished) == (7, 0, False)
             assert result.transport == "+".join(sorted(set(planes)))
+            assert {pulled.transport for pulled in result.ranges} == set(planes)
+            assert sum(pulled.num_bytes for pulled in result.ranges) == result.bytes_on_wire
             assert w.here[2:] == make_pages(w.kv, OURS, NUM_TOKENS)[2:]
             assert all(w.is_poison(page) for page in (0, 1, 2, NUM_HERE + 1)), "a page that decode has was written"
             for one in w.ranks:

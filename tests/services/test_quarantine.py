@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from pdserve.engine.fake import FakeRunner
 from pdserve.kvtransfer import planes
 from pdserve.kvtransfer.arrival import Stages
 from pdserve.kvtransfer.pool import KvPool
-from pdserve.kvtransfer.transport import Capabilities, PageSink, SourcePageRef
+from pdserve.kvtransfer.transport import Capabilities, Overdue, PageSink, SourcePageRef
 from pdserve.v1 import common_pb2
 from tests.kvtransfer.world import SMALL
 from tests.services.test_pair import prompt_of, run
@@ -28,7 +28,7 @@ class HeldSink:
     """A sink whose every pull is late and goes on until `release`."""
 
     capabilities = Capabilities(quiescent_cancel=False, zero_copy=True, device_memory=False)
-    late: Callable[[str, TransferError], None]
+    late: Overdue
 
     def __init__(self) -> None:
         self.release, self.num_quarantined = asyncio.Event(), 0
@@ -43,14 +43,14 @@ class HeldSink:
     ) -> int:
         error = TransferError("the source is silent", reason="PULL_IDLE")
         self.num_quarantined = len(destinations)
-        self.late(transfer_id, error)
+        self.late(transfer_id, address, error)
         while not self.release.is_set():
             with suppress(asyncio.CancelledError):
                 await self.release.wait()
         self.num_quarantined = 0
         raise error
 
-    def on_overdue(self, callback: Callable[[str, TransferError], None]) -> None:
+    def on_overdue(self, callback: Overdue) -> None:
         self.late = callback
 
     async def close(self) -> None:
