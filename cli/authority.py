@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,6 +81,7 @@ class Authority:
         directory: Path,
         *,
         name: str = "pdserve",
+        also: Sequence[str] = (),
         lifetime: datetime.timedelta = datetime.timedelta(days=30),
         begins: datetime.datetime | None = None,
     ) -> None:
@@ -88,6 +90,7 @@ class Authority:
         Args:
             directory: Where.
             name: DNS name in it.
+            also: More of them.
             lifetime: How long it is valid.
             begins: From when; default: a few minutes ago.
         """
@@ -100,7 +103,7 @@ class Authority:
             .not_valid_before(begins)
             .not_valid_after(begins + lifetime)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
+            .add_extension(x509.SubjectAlternativeName([x509.DNSName(n) for n in (name, *also)]), critical=False)
             .add_extension(x509.ExtendedKeyUsage(usage), critical=False)
             .add_extension(signer, critical=False)
             .sign(self.key, hashes.SHA256())

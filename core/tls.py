@@ -190,7 +190,7 @@ def check_peer_name(name: str) -> None:
     if "*" in name or "." in name:
         raise ConfigError(
             f"--tls-peer-name {name!r}: whoever has a wildcard certificate could pass; take a name without "
-            "a dot, as pdserve"
+            "a dot, as pdserve, which certificates may have beside others (docs/operations.md, TLS)"
         )
 
 

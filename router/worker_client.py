@@ -331,8 +331,9 @@ class GrpcWorkerClient:
         ask = self._refusal if rpc.reason == UnavailableError.reason else None
         if ask is not None and (why := await asyncio.to_thread(ask, self.listed.address)) is not None:
             return self._cannot_connect(f"TLS_REFUSED: {why}", "TLS_REFUSED")
-        hint = "; it has no TLS, or a certificate of another authority" if rpc.reason == "TLS_FAILED" else ""
-        return self._cannot_connect(f"{rpc.reason}: {rpc.message}{hint}", rpc.reason)
+        hint = "; it has no TLS, or a certificate of another authority, or one without the name (--tls-peer-name)"
+        why = f"{rpc.reason}: {rpc.message}{hint if rpc.reason == 'TLS_FAILED' else ''}"
+        return self._cannot_connect(why, rpc.reason)
 
     def _bad_worker(self, what: str) -> UnavailableError:
         return self._cannot_connect(f"it {what}", "BAD_WORKER")

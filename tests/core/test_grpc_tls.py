@@ -8,6 +8,7 @@ import ssl
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -153,6 +154,19 @@ def test_no_wildcard_stands_for_a_member(tmp_path: Path, monkeypatch: pytest.Mon
             async with serving(good) as address:
                 error = await call(address, liar)
                 assert isinstance(error, PdserveError) and error.reason == "NOT_A_MEMBER", f"{wild}: {error}"
+
+    asyncio.run(main())
+
+
+def test_members_change_their_name_one_after_the_other(tmp_path: Path) -> None:
+    """With certificates that have both names, whoever asks for the new one and whoever asks for the old one get on."""
+
+    async def main() -> None:
+        files = member(tmp_path, AUTHORITY, name="old.corp.example", also=["old", "pdserve"])
+        ends = [Tls(files), Tls(replace(files, tls_peer_name="old"))]
+        for server in ends:
+            async with serving(server) as address:
+                assert [await call(address, client) for client in ends] == ["SERVING", "SERVING"]
 
     asyncio.run(main())
 

@@ -16,6 +16,7 @@ from pdserve.core.config import ServiceConfig, WorkerConfig, flag_name
 from pdserve.core.errors import TransferError
 from pdserve.core.tls import TlsConfig
 from pdserve.engine.config import EngineConfig
+from pdserve.kvtransfer import stream_places
 from pdserve.kvtransfer.wire import ErrCode
 from pdserve.router.config import RouterConfig
 
@@ -49,6 +50,18 @@ def test_metrics_exist() -> None:
         assert f'"{name}"' in names, name
 
 
+def test_places_for_control_streams_are_told_as_they_are() -> None:
+    operations, protocol = ((ROOT / "docs" / name).read_text() for name in ("operations.md", "protocol.md"))
+    assert (
+        f"{stream_places.MAX_STREAMS} control streams, or {stream_places.MAX_PER_WORKER} of this decode process, or "
+        f"{stream_places.MAX_MUTE} that have not said whose they are"
+    ) in operations
+    assert (
+        f"{stream_places.MAX_STREAMS} control streams, {stream_places.MAX_PER_WORKER} of one process of a D, and "
+        f"{stream_places.MAX_MUTE} that have not said hello"
+    ) in protocol
+
+
 NO_FAILURES = {
     *("COMPLETE", "FINISHED"),  # how transfers end well
     *("FAILED_PRECONDITION", "ALREADY_EXISTS", "INVALID_ARGUMENT"),  # codes of gRPC
@@ -61,7 +74,12 @@ def test_every_reason_of_a_failed_transfer_is_in_operations() -> None:
     raised = {code.name for code in ErrCode} | {TransferError.reason}
     for path in (ROOT / "kvtransfer").glob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z][A-Z_]{3,}", str(node.value)):
-                raised.add(str(node.value))
-    assert {"LAYOUT", "PEER_LOST", "BAD_OPEN", "ERR_STALE"} <= raised
+            if isinstance(node, ast.Constant) and re.fullmatch(r"[A-Z][A-Z_]{3,}(: .*)?", str(node.value)):
+                raised.add(str(node.value).partition(":")[0])  # alone, or before what a stream ends with
+    for path in (*(ROOT / "decode_service").glob("*.py"), *(ROOT / "prefill_service").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "TransferError":
+                reasons = (k.value for k in node.keywords if k.arg == "reason")
+                raised |= {str(reason.value) for reason in reasons if isinstance(reason, ast.Constant)}
+    assert {"LAYOUT", "PEER_LOST", "BAD_OPEN", "ERR_STALE", "INDEX_MISMATCH", "NO_HELLO"} <= raised
     assert sorted(raised - NO_FAILURES - told) == []

@@ -46,11 +46,13 @@ def test_who_is_turned_away_and_what_to_look_at(tmp_path: Path, monkeypatch: pyt
 
     good = of("good", AUTHORITY)
     liar, expired = of("liar", OTHER, trusts=AUTHORITY), of("old", AUTHORITY, **EXPIRED)
+    nameless = of("nameless", AUTHORITY, name="web")
     cases: list[tuple[str, Tls | None, Tls | None, str, list[str]]] = [
         ("another authority's", good, liar, "TLS_REFUSED", ["--tls-cert-file", "--tls-ca-file", "expired"]),
         ("expired", good, expired, "TLS_REFUSED", ["--tls-cert-file", "--tls-ca-file", "expired"]),
         ("plain", good, None, "TLS_REFUSED", ["without TLS", "--tls-cert-file"]),
         ("plain worker", None, good, "TLS_FAILED", ["it has no TLS"]),
+        ("nameless worker", nameless, good, "TLS_FAILED", ["without the name (--tls-peer-name)"]),
         ("a fitting pair", good, good, "UNIMPLEMENTED", []),  # this server has no sessions
     ]
 
