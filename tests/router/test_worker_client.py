@@ -474,7 +474,8 @@ def test_a_worker_that_cannot_be_connected_to_is_told_once_with_the_reason(caplo
     async def test(router: Router, worker: ScriptedWorker, port: int) -> None:
         router.discovery.set(record(port))
         await router.until_state(lambda state: num_tries > 2 and state.startswith("connecting: TLS_FAILED: "))
-        assert router.state().endswith("; it has no TLS, or a certificate of another authority")
+        hint = "; it has no TLS, or a certificate of another authority, or one without the name (--tls-peer-name)"
+        assert router.state().endswith(hint)
         (told,) = [r.getMessage() for r in caplog.records if r.name == "pdserve.router.connector"]
         assert told == f"cannot connect to decode worker d0 at 127.0.0.1:{port}: {router.state()[12:]}"
         assert "send the request again" not in caplog.text
