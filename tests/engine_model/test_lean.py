@@ -25,7 +25,6 @@ from pdserve.engine.models.lean import LeanModel, inverse_frequencies
 from pdserve.engine.models.spec import DEFAULTS
 from pdserve.engine.step import ScheduledSequence, SchedulerOutput
 from pdserve.kernels.cpu import attention as compiled
-from pdserve.kernels.cpu import library
 from pdserve.kernels.dispatch import Kernels
 from tests.engine_model.models import VOCAB_SIZE, engine_run, make_model, plain_greedy
 
@@ -102,7 +101,7 @@ def one_by_one(*args: Any, **kwargs: Any) -> torch.Tensor:
     return compiled.paged_attention(*args, **kwargs)
 
 
-@pytest.mark.skipif(library.why_not() is not None, reason=f"no compiled CPU kernels: {library.why_not()}")
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize("quantization", [None, "int8"])
 @pytest.mark.parametrize("name", KNOWN)
 def test_all_layers_in_one_call_have_the_bits_of_one_kernel_after_the_other(

@@ -12,7 +12,7 @@ from pdserve.kernels.cpu import decoder, library
 from pdserve.kernels.cpu.decoder import CompiledDecoder, DecoderLayer, DecoderStep
 from pdserve.kernels.cpu.linear import PackedLinear
 
-pytestmark = pytest.mark.skipif(library.why_not() is not None, reason=f"no compiled CPU kernels: {library.why_not()}")
+pytestmark = pytest.mark.usefixtures("compiled_kernels")
 HIDDEN, INNER, HEADS, KV_HEADS, DIM, PAGES, PAGE_SIZE = 12, 20, 4, 2, 6, 5, 4
 
 
