@@ -16,7 +16,7 @@ static void multiply(const Decoder *d, const Packed *p, const float *x, int64_t 
     pdserve_linear(&l);
 }
 
-/* residual := residual + delta, d->normed := its norm; without delta the norm of residual. */
+/* residual := residual + delta (or stays, without), output := its norm. */
 static void add_norm(const Decoder *d, float *residual, const float *delta, const float *weight, int64_t num_rows,
                      float *output) {
     int64_t n = d->hidden_size;
