@@ -27,6 +27,8 @@ from pdserve.core.kv_transfer_config import ON_REQUEST, KvTransferConfig
 from pdserve.core.net import check_address
 
 ENV_PREFIX = "PDSERVE_"
+_MAX_INT = 2**63 - 1
+_MAX_COUNT = 2**31 - 1
 C = TypeVar("C")
 
 
@@ -71,7 +73,8 @@ def option(
         unit: Unit of the value, or what kind of thing it is ("file"); empty for names and switches.
         choices: The values allowed, for closed sets.
         minimum: Smallest value allowed.
-        maximum: Largest value allowed.
+        maximum: Largest value allowed; of a number without one it is what 64 bits hold, for a count what 31 do: more
+            fits into no message.
     """
     meta = {"help": help, "unit": unit, "choices": tuple(choices), "minimum": minimum, "maximum": maximum}
     return field(default=default, metadata=meta)
@@ -94,9 +97,9 @@ def check(config: object) -> None:
         if meta["choices"] and value not in meta["choices"]:
             raise ConfigError(f"{flag} is {value!r}; it must be one of {', '.join(meta['choices'])}")
         if meta["minimum"] is not None and value < meta["minimum"]:
-            raise ConfigError(f"{flag} is {value}; it must be at least {meta['minimum']:g}{_unit(meta['unit'])}")
-        if meta["maximum"] is not None and value > meta["maximum"]:
-            raise ConfigError(f"{flag} is {value}; it must be at most {meta['maximum']:g}{_unit(meta['unit'])}")
+            raise ConfigError(f"{flag} is {value!r:.80}; it must be at least {meta['minimum']:g}{_unit(meta['unit'])}")
+        if (maximum := _maximum(meta, _base_type(hint))) is not None and value > maximum:
+            raise ConfigError(f"{flag} is {value!r:.80}; it must be at most {maximum}{_unit(meta['unit'])}")
 
 
 _EXPECTED = {bool: "True or False", int: "an integer", float: "a finite number", str: "text"}
@@ -111,6 +114,14 @@ def _wrong_type(value: object, kind: type) -> str | None:
     else:
         right = kind not in _EXPECTED or isinstance(value, kind)
     return None if right else _EXPECTED[kind]
+
+
+def _maximum(meta: Mapping[str, Any], kind: type) -> float | None:
+    """Largest value of a field."""
+    if meta["maximum"] is not None or kind not in (int, float):
+        most: float | None = meta["maximum"]
+        return most
+    return _MAX_COUNT if meta["unit"] not in ("", "bytes") else _MAX_INT if kind is int else None
 
 
 def as_keywords(message: str, cls: type) -> str:

@@ -141,6 +141,7 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
 
     layout = fake_layout(config.page_size)
     num_pages = config.num_pages or min(_num_pages(config, layout), _FAKE_NUM_PAGES)
+    _check_memory(config, layout, num_pages)
     memory = make_pool(layout, num_pages)
     host_pages = _num_host_pages(config, layout)
     host = PlainPool(layout, host_pages).buffer if host_pages else None
@@ -177,7 +178,7 @@ def _build_model(config: EngineConfig, make_pool: MakePool, progress: Progress) 
     from pdserve.engine.grammars import Grammars
 
     model_dir, loaded, where = _load(config, progress)
-    sizes = _sizes(config, loaded)
+    sizes = _sizes(config, loaded, where)
     memory = make_pool(sizes.layout, sizes.num_pages)
     tokenizer = Tokenizer.from_dir(model_dir)
     grammars = Grammars(model_dir / "tokenizer.json", loaded.vocab_size, loaded.eos_token_ids)
@@ -228,9 +229,11 @@ def _load(config: EngineConfig, progress: Progress) -> tuple[Path, LoadedModel, 
     return model_dir, loaded, where
 
 
-def _sizes(config: EngineConfig, loaded: LoadedModel) -> EngineSizes:
+def _sizes(config: EngineConfig, loaded: LoadedModel, where: torch.device) -> EngineSizes:
     layout = loaded.layout(config.page_size, KV_DTYPES[config.kv_cache_dtype])
     num_pages = config.num_pages or _num_pages(config, layout)
+    if where.type == "cpu":  # else that of the device counts
+        _check_memory(config, layout, num_pages)
     return EngineSizes(
         layout=layout,
         num_pages=num_pages,
@@ -381,6 +384,18 @@ def _num_pages(config: EngineConfig, layout: KVLayout) -> int:
             f"{layout.page_bytes} bytes"
         )
     return num_pages
+
+
+def _check_memory(config: EngineConfig, layout: KVLayout, num_pages: int) -> None:
+    """Refuses a pool that this machine could never fill: shared memory is given out without being there."""
+    size, there = num_pages * layout.page_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > there:
+        flag = "--kv-cache-memory-bytes" if config.num_pages is None else "--num-pages"
+        given = config.kv_cache_memory_bytes if config.num_pages is None else num_pages
+        raise ConfigError(
+            f"{flag} is {given}; KV pages would take {size} bytes, and this machine has {there}: it must be at most "
+            f"{there if config.num_pages is None else there // layout.page_bytes}"
+        )
 
 
 def _max_model_len(config: EngineConfig, layout: KVLayout, num_pages: int, of_model: int | None) -> int:

@@ -29,7 +29,7 @@ def create(name: str, num_bytes: int) -> tuple[int, memoryview]:
 
     Raises:
         OSError: The system has no such memory to give.
-        ValueError: The size cannot be mapped.
+        ValueError, OverflowError: The size cannot be mapped.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

@@ -57,8 +57,10 @@ class KvPool:
             self.fd, self.buffer = memfd.create("pdserve-kv", size)
         except AttributeError as e:
             raise ConfigError(f"KV pool: this system has no memfd ({e}); pdserve workers need Linux") from e
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"KV pool: cannot have {size} bytes ({e}); lower --kv-cache-memory-bytes") from e
+        except (OSError, ValueError, OverflowError) as e:
+            raise ConfigError(
+                f"KV pool: cannot have {size} bytes ({e}); lower --kv-cache-memory-bytes or --num-pages"
+            ) from e
 
     def page(self, page_id: int) -> memoryview:
         """The bytes of one page, writable.

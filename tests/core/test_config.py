@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pdserve.cli.up import UpConfig
 from pdserve.core.config import ServiceConfig, WorkerConfig, as_keywords, build_parser, check, load, option
 from pdserve.core.errors import ConfigError
+from pdserve.engine.config import EngineConfig
+from pdserve.router.config import RouterConfig, RouterServiceConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +50,48 @@ def test_a_wrong_type_is_refused_by_name(value: dict[str, Any], message: str) ->
     with pytest.raises(ConfigError) as refusal:
         Config(**value)
     assert refusal.value.message == message
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bounds:
+    num_bytes: int = option(0, "bytes", unit="bytes")
+    seed: int = option(0, "seed")
+    num_pages: int | None = option(None, "pages", unit="pages")
+    wait_s: float = option(0, "time", unit="s")
+    scale: float = option(0, "any")
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "unit"),
+    [
+        ("num_bytes", 2**63 - 1, " bytes"),
+        ("seed", 2**63 - 1, ""),
+        ("num_pages", 2**31 - 1, " pages"),
+        ("wait_s", 2**31 - 1, " s"),
+    ],
+)
+def test_numbers_are_bounded_though_no_bound_is_declared(name: str, most: int, unit: str) -> None:
+    assert getattr(Bounds(**{name: most}), name) == most
+    for value in (most + 1, 10**30):
+        with pytest.raises(ConfigError) as refusal:
+            Bounds(**{name: value})
+        flag = "--" + name.replace("_", "-")
+        assert refusal.value.message == f"{flag} is {value}; it must be at most {most}{unit}"
+    assert Bounds(scale=1e300).scale == 1e300
+
+
+SERVERS = [ServiceConfig, WorkerConfig, EngineConfig, RouterConfig, RouterServiceConfig, UpConfig]
+
+
+@pytest.mark.parametrize(
+    ("cls", "name"), [(cls, f.name) for cls in SERVERS for f in fields(cls) if str(f.type).startswith("int")]
+)
+def test_no_integer_of_a_server_is_taken_at_any_size(cls: Any, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^--{name.replace('_', '-')} is 10{{30}}; it must be at most \d+"):
+        cls(**{name: 10**30})
 
 
 def test_what_is_right_passes() -> None:

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from pdserve.core.errors import ConfigError
 from pdserve.kvtransfer.pool import KvPool
 
 from .world import LAYOUT
@@ -23,3 +24,11 @@ def test_the_pool_is_shared_memory_of_the_stated_size() -> None:
     pool.close()
     pool.close()
     view[0] = 1  # a tensor over the pool may outlive it
+
+
+@pytest.mark.parametrize("num_pages", [1 << 40, 1 << 62, 10**30])
+def test_memory_that_nobody_has_is_refused(num_pages: int) -> None:
+    with pytest.raises(
+        ConfigError, match=r"KV pool: cannot have \d+ bytes .*; lower --kv-cache-memory-bytes or --num-pages"
+    ):
+        KvPool(LAYOUT, num_pages)
