@@ -21,7 +21,7 @@ from pdserve.core.tokenizer import Tokenizer
 from pdserve.engine.async_engine import AsyncEngine
 from pdserve.engine.batching import make_batching
 from pdserve.engine.chunks import SchedulerLimits
-from pdserve.engine.config import KV_DTYPES, EngineConfig
+from pdserve.engine.config import KV_DTYPES, KV_TOKENS_PER_SEQ, EngineConfig
 from pdserve.engine.engine_core import EngineCore, Staging
 from pdserve.engine.kv_cache import PlainPool, PoolMemory
 from pdserve.engine.measuring import MAX_TOKEN_BUDGET, EngineSizes, chooses_by_costs, measure
@@ -46,6 +46,7 @@ MakePool = Callable[[KVLayout, int], PoolMemory]
 
 _FAKE_MAX_MODEL_LEN = 1 << 20
 _FAKE_NUM_PAGES = 4096
+_MOST_KV_BYTES = 1 << 30  # of a pool whose size nobody said
 
 _log = logging.getLogger(__name__)
 
@@ -140,7 +141,7 @@ def _build_fake(config: EngineConfig, make_pool: MakePool) -> BuiltCore:
     from pdserve.engine.fake import FAKE_EOS, FAKE_VOCAB_SIZE, FakeRunner, fake_costs, fake_layout
 
     layout = fake_layout(config.page_size)
-    num_pages = config.num_pages or min(_num_pages(config, layout), _FAKE_NUM_PAGES)
+    num_pages = config.num_pages or min(_num_pages(config, layout, _FAKE_MAX_MODEL_LEN), _FAKE_NUM_PAGES)
     _check_memory(config, layout, num_pages)
     memory = make_pool(layout, num_pages)
     host_pages = _num_host_pages(config, layout)
@@ -231,7 +232,7 @@ def _load(config: EngineConfig, progress: Progress) -> tuple[Path, LoadedModel, 
 
 def _sizes(config: EngineConfig, loaded: LoadedModel, where: torch.device) -> EngineSizes:
     layout = loaded.layout(config.page_size, KV_DTYPES[config.kv_cache_dtype])
-    num_pages = config.num_pages or _num_pages(config, layout)
+    num_pages = _num_pages(config, layout, loaded.max_model_len)
     if where.type == "cpu":  # else that of the device counts
         _check_memory(config, layout, num_pages)
     return EngineSizes(
@@ -377,7 +378,16 @@ def _model_name(config: EngineConfig) -> str:
     return config.served_model_name or Path(config.model).name
 
 
-def _num_pages(config: EngineConfig, layout: KVLayout) -> int:
+def _num_pages(config: EngineConfig, layout: KVLayout, of_model: int | None) -> int:
+    """Pages in the pool: as asked, else what the sequences are likely to use. More would fill, too, in time, with
+    prefixes that nobody may ask for again.
+    """
+    if config.num_pages is not None:
+        return config.num_pages
+    if config.kv_cache_memory_bytes is None:
+        longest = config.max_model_len or of_model or 0
+        wanted = math.ceil(max(config.max_num_seqs * KV_TOKENS_PER_SEQ, longest) / layout.page_size)
+        return max(1, min(wanted, _MOST_KV_BYTES // layout.page_bytes))
     if (num_pages := config.kv_cache_memory_bytes // layout.page_bytes) < 1:
         raise ConfigError(
             f"--kv-cache-memory-bytes is {config.kv_cache_memory_bytes}; one page of this model takes "
@@ -391,7 +401,7 @@ def _check_memory(config: EngineConfig, layout: KVLayout, num_pages: int) -> Non
     size, there = num_pages * layout.page_bytes, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > there:
         flag = "--kv-cache-memory-bytes" if config.num_pages is None else "--num-pages"
-        given = config.kv_cache_memory_bytes if config.num_pages is None else num_pages
+        given = (config.kv_cache_memory_bytes or size) if config.num_pages is None else num_pages
         raise ConfigError(
             f"{flag} is {given}; KV pages would take {size} bytes, and this machine has {there}: it must be at most "
             f"{there if config.num_pages is None else there // layout.page_bytes}"

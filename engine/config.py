@@ -15,6 +15,8 @@ DEFAULT_STEP_TARGET_MS = 250.0
 PREFILL_STEP_TARGET_MS = 600.0  # of a worker whose steps no stream of tokens waits for
 KV_DTYPES = {"auto": None, "fp8_e4m3": FP8}
 """`--kv-cache-dtype` -> dtype of the layout; None: that of the weights."""
+KV_TOKENS_PER_SEQ = 512
+"""Of KV, for each of `--max-num-seqs`, in a pool whose size nobody said."""
 MAX_THREADS = 256
 """Of the compiled kernels; OpenMP, where torch serves, breaks the process with far more."""
 
@@ -62,7 +64,13 @@ class EngineConfig:
         minimum=2,
     )
     page_size: int = option(16, "tokens per KV page", unit="tokens", minimum=1, maximum=512)
-    kv_cache_memory_bytes: int = option(1 << 30, "memory for KV pages", unit="bytes", minimum=1)
+    kv_cache_memory_bytes: int | None = option(
+        None,
+        f"memory for KV pages; default: {KV_TOKENS_PER_SEQ} tokens for each of --max-num-seqs, no less than the "
+        "longest sequence, and 1 GiB at most",
+        unit="bytes",
+        minimum=1,
+    )
     num_pages: int | None = option(None, "KV pages; wins over --kv-cache-memory-bytes", unit="pages", minimum=1)
     max_num_seqs: int = option(64, "sequences that run at once, at most", unit="sequences", minimum=1)
     max_num_batched_tokens: int | None = option(

@@ -312,6 +312,22 @@ def test_the_pool_and_the_options_bound_the_length(tiny_dir: Path) -> None:
         build_core(config(tiny_dir, kv_cache_memory_bytes=100), PlainPool)
 
 
+def test_a_pool_whose_size_nobody_says_has_what_the_sequences_are_likely_to_use(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def num_pages(**options: object) -> int:
+        return build_core(config(tiny_dir, max_num_batched_tokens=64, **options), PlainPool).num_pages
+
+    page_bytes = 4 * 2 * 3 * 2 * 8 * 4
+    assert num_pages(page_size=4, max_num_seqs=2) == 2 * 512 / 4
+    assert num_pages(page_size=100, max_num_seqs=1) == 6  # whole pages
+    monkeypatch.setattr("pdserve.engine.build.KV_TOKENS_PER_SEQ", 8)
+    assert num_pages(page_size=4, max_num_seqs=2) == 256 / 4  # the longest sequence that the model knows
+    assert num_pages(page_size=4, max_num_seqs=2, max_model_len=100) == 100 / 4
+    monkeypatch.setattr("pdserve.engine.build._MOST_KV_BYTES", 20 * page_bytes)
+    assert num_pages(page_size=4, max_num_seqs=2) == 20
+
+
 @pytest.mark.slow
 def test_idle_threads_of_the_model_do_not_spin(tiny_dir: Path) -> None:
     """OpenMP reads its settings when torch is loaded, so only a fresh process can show them."""
