@@ -25,7 +25,7 @@ from pdserve.core.layout import DTYPE_BYTES, KVLayout, LayerGroup
 from pdserve.engine import attention
 from pdserve.engine.model_check import check_answers, check_finite, check_windows, fact, record_layers, refuse
 from pdserve.engine.model_store import weights_digest
-from pdserve.engine.models.headers import check_sources
+from pdserve.engine.models.headers import weight_files
 from pdserve.engine.models.lean import LeanModel
 from pdserve.engine.models.linear import MakeLinear, count_weights, linear_maker, replace_linears
 from pdserve.engine.models.spec import NotLean, check_depth, read_eos, read_json, read_spec
@@ -133,8 +133,8 @@ def load_model(
     assert dtype in DTYPE_BYTES, dtype
     config = read_json(directory / "config.json")
     check_depth(config)
-    check_sources(directory, config)
     digest = weights_digest(directory, progress)
+    _warn_of_unread(directory, weight_files(directory, config))
     progress.begin("loading the model")
     make = linear_maker(quantization)
     required = impl == "lean"
@@ -148,6 +148,15 @@ def load_model(
         return loaded
     _warn_of_plain(loaded.model)
     return replace(loaded, identity=loaded.identity | {"weights_as": quantization})
+
+
+def _warn_of_unread(directory: Path, read: Sequence[Path]) -> None:
+    """Says that other files of weights lie there: which ones count may not be what somebody thinks."""
+    if unread := sorted({path.name for path in directory.glob("*.safetensors")} - {path.name for path in read}):
+        _log.warning(
+            "%d files of weights in %s are not read, such as %s: the weights are %s",
+            *(len(unread), directory, unread[0], read[0].name if len(read) == 1 else "the shards of its index"),
+        )
 
 
 def _warn_of_plain(model: Any) -> None:

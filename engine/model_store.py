@@ -25,6 +25,7 @@ import xxhash
 from filelock import FileLock, Timeout
 
 from pdserve.core.errors import ConfigError
+from pdserve.engine.models.headers import weight_files
 from pdserve.engine.progress import Progress, SilentProgress
 
 BUILT_IN_MODEL = "SmolLM2-135M-Instruct"
@@ -125,14 +126,14 @@ def weights_digest(directory: Path, progress: Progress | None = None) -> str:
         progress: Told about the bytes.
 
     Returns:
-        Hexadecimal xxh3-128 over names and hashes of the safetensors files.
+        Hexadecimal xxh3-128 over names and hashes of the files that weights are read from.
 
     Raises:
-        ConfigError: A file differs from the manifest or cannot be read.
+        ConfigError: A file is missing, differs from the manifest or cannot be read.
     """
     progress = progress or SilentProgress()
     manifest = _read_manifest(directory) or {}
-    weights = {p.name for p in directory.glob("*.safetensors")}
+    weights = {path.name for path in weight_files(directory)}
     names = sorted(weights | set(manifest))
     whole = xxhash.xxh3_128()
     progress.begin(

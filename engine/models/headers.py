@@ -1,5 +1,6 @@
-"""Headers of safetensors files: which tensors there are, and where. No weight is read and no torch imported, so that
-`pdserve fetch-model` can check what it found.
+"""Files of weights and their headers: which of a directory's files count, which tensors there are, and where.
+
+No weight is read and no torch imported, so that `pdserve fetch-model` can check what it found.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from pdserve.engine.models.spec import read_json
 ITEM_BYTES: Mapping[str, int] = {"F32": 4, "F16": 2, "BF16": 2}
 """Types of weights that are read here, in the words of the format; transformers reads others, too."""
 
+_WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_INDEX_SUFFIX = ".safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,55 +70,90 @@ def read_header(path: Path, file: io.BufferedReader, others: Collection[str] = (
     return entries
 
 
+def weight_files(directory: Path, config: Mapping[str, Any] | None = None) -> list[Path]:
+    """The files that weights are read from, by the rule of transformers, which reads the same.
+
+    They are what `transformers_weights` in the configuration names, else `model.safetensors`, else the shards that
+    `model.safetensors.index.json` names. Whatever else lies there is not read, and not in the digest.
+
+    Args:
+        directory: A model directory.
+        config: Contents of its `config.json`; None: they are read.
+
+    Returns:
+        Files that are there, in order of their names.
+
+    Raises:
+        ConfigError: One of them is missing, or is named elsewhere or of another kind.
+    """
+    source = _source(directory, config)
+    if not source.name.endswith(_INDEX_SUFFIX):
+        return [source]
+    files = sorted(set(_weight_map(source).values()))
+    if missing := [name for name in files if not (directory / name).is_file()]:
+        raise ConfigError(
+            f"{source} lacks {len(missing)} of the {len(files)} files of weights that it names, such as {missing[0]}; "
+            "copy them again",
+            reason="CORRUPT_MODEL",
+        )
+    return [directory / name for name in files]
+
+
 def check_files(directory: Path) -> None:
     """Checks of a model directory what can be seen without reading its weights.
 
     Raises:
-        ConfigError: The configuration is no JSON object, a file of weights is damaged or not whole, or the index names
-            a weight that no file has.
+        ConfigError: The configuration is no JSON object, a file of weights is missing, damaged or not whole, or the
+            index names a weight that no file has.
     """
-    read_json(directory / "config.json")
+    config = read_json(directory / "config.json")
     found: set[str] = set()
-    for path in sorted(directory.glob("*.safetensors")):
+    for path in weight_files(directory, config):
         try:
             with path.open("rb") as file:
                 found |= set(read_header(path, file, found))
         except OSError as e:
             raise ConfigError(f"{path} cannot be read: {e.strerror}", reason="CORRUPT_MODEL") from e
-    index = directory / _INDEX
-    if not index.is_file():
-        return
-    named = read_json(index).get("weight_map")
-    if not isinstance(named, dict):
-        raise ConfigError(f"{index} has no weight_map; copy it again", reason="CORRUPT_MODEL")
+    source = _source(directory, config)
+    named = _weight_map(source) if source.name.endswith(_INDEX_SUFFIX) else {}
     if missing := sorted(set(named) - found):
         where = f"{missing[0]}, which should be in {named[missing[0]]}"
         raise ConfigError(f"{directory} lacks {len(missing)} weights, such as {where}", reason="CORRUPT_MODEL")
 
 
-def check_sources(directory: Path, config: Mapping[str, Any]) -> None:
-    """Refuses weights that transformers would read and `weights_digest` does not cover: workers with others would pass
-    for equal.
+def _source(directory: Path, config: Mapping[str, Any] | None) -> Path:
+    """The file of all weights, or the index of several."""
+    config = read_json(directory / "config.json") if config is None else config
+    if (named := config.get("transformers_weights")) is not None:
+        _check_name(directory, named, (".safetensors", _INDEX_SUFFIX))
+        if not (directory / named).is_file():
+            raise ConfigError(f"{directory} lacks {named}, which its config.json names", reason="CORRUPT_MODEL")
+        return directory / str(named)
+    for name in (_WHOLE, _INDEX):
+        if (directory / name).is_file():
+            return directory / name
+    raise ConfigError(
+        f"{directory} has neither {_WHOLE} nor {_INDEX}, which says what files the weights are; copy it again",
+        reason="CORRUPT_MODEL",
+    )
 
-    Args:
-        directory: A model directory.
-        config: Contents of its `config.json`.
 
-    Raises:
-        ConfigError: An index or the configuration names a file elsewhere or of another kind.
-    """
-    named = [config["transformers_weights"]] if config.get("transformers_weights") is not None else []
-    for index in sorted(directory.glob("*.safetensors.index.json")):
-        files = read_json(index).get("weight_map")
-        named += list(files.values()) if isinstance(files, dict) else []
-    for file in named:
-        if not (
-            isinstance(file, str) and "/" not in file and file.endswith((".safetensors", ".safetensors.index.json"))
-        ):
-            raise ConfigError(
-                f"{directory} names {file!r:.200} as a file of weights; it must be a *.safetensors there",
-                reason="CORRUPT_MODEL",
-            )
+def _weight_map(index: Path) -> dict[str, str]:
+    """File of every weight, by its name."""
+    files = read_json(index).get("weight_map")
+    if not isinstance(files, dict) or not files:
+        raise ConfigError(f"{index} has no weight_map; copy it again", reason="CORRUPT_MODEL")
+    for file in files.values():
+        _check_name(index.parent, file, (".safetensors",))
+    return files
+
+
+def _check_name(directory: Path, file: object, endings: tuple[str, ...]) -> None:
+    if not (isinstance(file, str) and "/" not in file and file.endswith(endings)):
+        raise ConfigError(
+            f"{directory} names {file!r:.200} as a file of weights; it must be a *.safetensors there",
+            reason="CORRUPT_MODEL",
+        )
 
 
 def _entry(file: io.BufferedReader, data_at: int, name: str, told: dict[str, Any]) -> Entry:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pdserve.core.errors import ConfigError
-from pdserve.engine.models.headers import Entry, read_header
+from pdserve.engine.models.headers import Entry, read_header, weight_files
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BLOCK_BYTES = 1 << 20
@@ -25,17 +25,17 @@ class WeightFiles:
     """Tensors of a model directory by name; a context manager that closes its files.
 
     Args:
-        directory: Holds `*.safetensors`, whole or sharded.
+        directory: A model directory; see `headers.weight_files`.
 
     Raises:
-        ConfigError: A file is not what it should be, or two hold the same name.
+        ConfigError: A file is missing or not what it should be, or two hold the same name.
     """
 
     def __init__(self, directory: Path) -> None:
         self._files: list[io.BufferedReader] = []
         self._entries: dict[str, Entry] = {}
         try:
-            for path in sorted(directory.glob("*.safetensors")):
+            for path in weight_files(directory):
                 file = path.open("rb")
                 self._files.append(file)
                 self._entries |= read_header(path, file, self._entries)

@@ -31,6 +31,10 @@ def _shorten(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def _rename_tensor(path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'"b"', b'"c"'))
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -40,7 +44,11 @@ def _shorten(path: Path) -> None:
         (lambda d: (d / "1.safetensors").write_bytes(b"\xff" * 8), "1.safetensors: its header is longer than the file"),
         (lambda d: (d / "1.safetensors").write_bytes(b""), "1.safetensors: "),
         (lambda d: (d / "1.safetensors").write_bytes((d / "2.safetensors").read_bytes()), "b is also in another file"),
-        (lambda d: (d / "2.safetensors").unlink(), "lacks 1 weights, such as b, which should be in 2.safetensors"),
+        (
+            lambda d: (d / "2.safetensors").unlink(),
+            "lacks 1 of the 2 files of weights that it names, such as 2.",
+        ),
+        (lambda d: _rename_tensor(d / "2.safetensors"), "lacks 1 weights, such as b, which should be in 2.safetensors"),
         (lambda d: (d / "model.safetensors.index.json").write_text("{}"), "has no weight_map"),
     ],
 )
@@ -51,6 +59,12 @@ def test_a_damaged_directory_is_1_with_the_reason(
     assert cli.main(["fetch-model", "--model", str(model)]) == 1
     out, err = capsys.readouterr()
     assert out == "" and said in err and err.endswith(" (CORRUPT_MODEL)\n")
+
+
+def test_files_that_are_not_read_need_not_be_whole(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (model / "consolidated.safetensors").write_bytes((model / "1.safetensors").read_bytes())
+    assert cli.main(["fetch-model", "--model", str(model)]) == 0
+    assert capsys.readouterr().out == f"{model}\n"
 
 
 def test_a_whole_directory_is_printed_and_no_torch_is_loaded(model: Path) -> None:

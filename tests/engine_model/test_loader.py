@@ -16,7 +16,8 @@ from pdserve.core.errors import ConfigError
 from pdserve.core.sampling import SamplingParams
 from pdserve.engine import loader
 from pdserve.engine.loader import load_model
-from pdserve.engine.models.headers import check_sources
+from pdserve.engine.model_store import weights_digest
+from pdserve.engine.models.headers import weight_files
 from tests.engine_model.models import FAMILIES, engine_run, make_model, plain_greedy
 
 PROMPT = [5, 17, 3, 88, 41]
@@ -156,7 +157,7 @@ def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
     (tmp_path / "model.safetensors").unlink()
     save_file({"other": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ConfigError, match=r"no file named model\.safetensors"):
+    with pytest.raises(ConfigError, match=r"has neither model\.safetensors nor"):
         load_model(tmp_path)
 
 
@@ -189,5 +190,58 @@ def test_weights_that_int8_does_not_reach_are_told(
     [("a.safetensors", False), ("sub/a.safetensors", True), ("a.bin", True), (5, True), (None, False)],
 )
 def test_a_configuration_names_weights_only_in_its_directory(tmp_path: Path, file: object, refused: bool) -> None:
+    for name in ("a.safetensors", "a.bin", "model.safetensors"):
+        (tmp_path / name).touch()
     with pytest.raises(ConfigError, match="as a file of weights") if refused else contextlib.nullcontext():
-        check_sources(tmp_path, {"transformers_weights": file})
+        assert [path.name for path in weight_files(tmp_path, {"transformers_weights": file})] == [
+            file or "model.safetensors"
+        ]
+
+
+def other_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros_like(weight) for name, weight in model.state_dict().items()}
+
+
+@pytest.mark.parametrize("impl", ["lean", "transformers"])
+@pytest.mark.parametrize("shard_size", ["20KB", "1GB"])
+def test_weights_beside_those_that_count_change_neither_answer_nor_digest(
+    tmp_path: Path, shard_size: str, impl: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As hubs have them: a second copy in another format, or of a training's end."""
+    model = make_model(*FAMILIES["llama"])
+    model.save_pretrained(tmp_path, max_shard_size=shard_size)
+    alone = load_model(tmp_path, impl=impl)
+    assert "not read" not in caplog.text
+    torch.save(other_weights(model), tmp_path / "pytorch_model.bin")
+    save_file(other_weights(model), tmp_path / "consolidated.safetensors", metadata={"format": "pt"})
+    loaded = load_model(tmp_path, impl=impl)
+    assert "are not read, such as consolidated.safetensors: the weights are" in caplog.text
+    assert loaded.identity == alone.identity and type(loaded.model) is type(alone.model)
+    (tokens, _), *_ = engine_run(loaded, [PROMPT], [SamplingParams(temperature=0.0, max_tokens=6)])
+    assert tokens == plain_greedy(model, PROMPT, 6)[0]
+
+
+@pytest.mark.parametrize("impl", ["lean", "transformers"])
+def test_a_whole_file_wins_over_shards(sharded: Path, impl: str) -> None:
+    other = other_weights(make_model(*FAMILIES["llama"]))
+    save_file(other, sharded / "model.safetensors", metadata={"format": "pt"})
+    loaded = load_model(sharded, impl=impl)
+    assert loaded.identity["weights"] == weights_digest(sharded)
+    for shard in sharded.glob("model-*.safetensors"):
+        shard.unlink()
+    assert load_model(sharded, impl=impl).identity == loaded.identity
+
+
+@pytest.mark.parametrize("impl", ["auto", "lean", "transformers"])
+def test_shards_without_an_index_are_refused(sharded: Path, impl: str) -> None:
+    """Nobody says that they are all, or of one model."""
+    (sharded / "model.safetensors.index.json").unlink()
+    with pytest.raises(ConfigError, match=r"has neither model\.safetensors nor model\.safetensors\.index\.json"):
+        load_model(sharded, impl=impl)
+
+
+@pytest.mark.parametrize("named", ["{}", '{"weight_map": {}}', '{"weight_map": {"a": ["b"]}}', '{"weight_map": 5}'])
+def test_an_index_that_names_no_files_is_refused(sharded: Path, named: str) -> None:
+    (sharded / "model.safetensors.index.json").write_text(named)
+    with pytest.raises(ConfigError, match=r"has no weight_map|as a file of weights"):
+        load_model(sharded)

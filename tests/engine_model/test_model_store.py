@@ -22,7 +22,7 @@ def stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     directory = tmp_path / "models" / "model"
     directory.mkdir(parents=True)
     for name in ("config.json", "tokenizer.json", "model.safetensors"):
-        (directory / name).write_bytes(name.encode() * 10)
+        (directory / name).write_text(json.dumps({"this is": name}))
     model_store._write_manifest(directory, "test")
     return directory
 
@@ -57,7 +57,7 @@ def test_a_truncated_file_of_a_copy_is_not_to_be_fetched_again(stored: Path, tmp
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 def test_a_changed_file_is_found_when_weights_are_read(stored: Path, name: str) -> None:
     path = stored / name
-    path.write_bytes(path.read_bytes()[::-1])
+    path.write_bytes(path.read_bytes().replace(b"this", b"that"))
     check_model_dir(stored)
     with pytest.raises(ConfigError, match=rf"{name} has the wrong checksum; delete"):
         weights_digest(stored)
