@@ -1,4 +1,4 @@
-"""A network that can begin to swallow everything: no end, no error, only silence."""
+"""A network that can hold everything back for a while, or begin to swallow it: no end, no error, only silence."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class Blackhole:
-    """Passes bytes between its clients and one address, until `swallow`.
+    """Passes bytes between its clients and one address, but not while it is held, and none after `swallow`.
 
     Attributes:
         address: host:port that clients use instead.
@@ -16,6 +16,8 @@ class Blackhole:
 
     def __init__(self, target: str) -> None:
         self._target, self._swallows = target, False
+        self._open = asyncio.Event()
+        self._open.set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._writers: list[asyncio.StreamWriter] = []
         self.address = ""
@@ -23,6 +25,14 @@ class Blackhole:
     def swallow(self) -> None:
         """From now on nothing arrives, not even that somebody has left."""
         self._swallows = True
+
+    def hold(self) -> None:
+        """What comes from now on arrives only after `let_go`."""
+        self._open.clear()
+
+    def let_go(self) -> None:
+        """All that was held arrives."""
+        self._open.set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One connection of a client."""
@@ -36,6 +46,7 @@ class Blackhole:
     async def _pass(self, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
         try:
             while part := await source.read(1 << 16):
+                await self._open.wait()
                 if not self._swallows:
                     sink.write(part)
                     await sink.drain()
