@@ -22,6 +22,7 @@ from pdserve.engine.models.linear import Linear, MakeLinear, TorchLinear
 from pdserve.engine.models.spec import LeanSpec, NotLean
 from pdserve.engine.models.weights import WeightFiles
 from pdserve.kernels.cpu.attention import paged_attention as compiled_attention
+from pdserve.kernels.cpu.attention import store_kv as compiled_store
 from pdserve.kernels.cpu.decoder import CompiledDecoder, DecoderLayer, DecoderStep
 from pdserve.kernels.cpu.linear import PackedLinear
 from pdserve.kernels.dispatch import fused_for
@@ -132,29 +133,28 @@ class LeanModel:
         return Logits(self._head(self._add_norm(hidden, delta, self._norm))[None])
 
     def _compiled_for(self, context: PagedContext) -> CompiledDecoder | None:
-        """The layers over these pages, compiled; None: not all of it is compiled and fp32."""
-        if self._compiled is None or self._compiled[0] is not context.pages:
-            layers = [layer for one in self._layers if (layer := _decoder_layer(one)) is not None]
-            pages = [context.pages[at] for at in range(len(self._layers))]
-            fits = (
-                context.kernels.paged_attention is compiled_attention
-                and len(layers) == len(self._layers)
-                and all(t.dtype is torch.float32 for both in pages for t in both)
-            )
-            self._compiled = (
-                context.pages,
-                CompiledDecoder(
-                    layers,
-                    pages,
-                    self._norm,
-                    num_heads=self._spec.num_heads,
-                    epsilon=self._spec.norm_eps,
-                    scale=self._layers[0].options.scale,
-                )
-                if fits
-                else None,
-            )
-        return self._compiled[1]
+        """The layers over these pages, compiled; None: other kernels are given, or not all is compiled and fp32."""
+        given = context.kernels
+        if given.store_kv is not compiled_store or given.paged_attention is not compiled_attention:
+            return None
+        known = self._compiled
+        if known is None or known[0] is not context.pages:
+            known = self._compiled = context.pages, self._compile(context.pages)
+        return known[1]
+
+    def _compile(self, pages: Mapping[int, LayerPages]) -> CompiledDecoder | None:
+        layers = [layer for one in self._layers if (layer := _decoder_layer(one)) is not None]
+        memory = [pages[at] for at in range(len(self._layers))]
+        if len(layers) < len(self._layers) or any(t.dtype is not torch.float32 for both in memory for t in both):
+            return None
+        return CompiledDecoder(
+            layers,
+            memory,
+            self._norm,
+            num_heads=self._spec.num_heads,
+            epsilon=self._spec.norm_eps,
+            scale=self._layers[0].options.scale,
+        )
 
     def _attend(self, at: int, layer: _Layer, normed: Tensor, rotation: _Rotation, context: AttentionContext) -> Tensor:
         num_heads, num_tokens = self._spec.num_heads, normed.shape[0]

@@ -119,7 +119,7 @@ class CompiledDecoder:
         epsilon: float,
         scale: float,
     ) -> None:
-        self._kept = tuple(layers), tuple(pages), norm  # their memory is read
+        self._norm, self._kept = norm, (tuple(layers), tuple(pages))  # C keeps addresses of their memory
         keys, values = pages[0]
         self._num_pages, self._num_kv_heads, self._page_size, self._head_dim = keys.shape
         self._num_heads, self._epsilon, self._scale = num_heads, epsilon, scale
@@ -156,6 +156,7 @@ class CompiledDecoder:
             and are_indices(*indices)
             and hidden.is_contiguous()
             and rotation.is_contiguous()
+            and step.rows.dim() == 1
             and hidden.shape == (num_tokens, self._hidden_size)
             and rotation.shape == (num_tokens, self._head_dim)
             and step.query_starts.shape == (num_seqs + 1,)
@@ -174,7 +175,7 @@ class CompiledDecoder:
         scratch.append(hidden.new_empty(most * self._workspace_per_row, dtype=torch.uint8))
         positions = torch.arange(num_tokens)
         arguments = _Decoder(
-            ctypes.addressof(self._layers), self._kept[2].data_ptr(), rotation.data_ptr(), positions.data_ptr(),
+            ctypes.addressof(self._layers), self._norm.data_ptr(), rotation.data_ptr(), positions.data_ptr(),
             *(t.data_ptr() for t in indices), hidden.data_ptr(), answer.data_ptr(), *(t.data_ptr() for t in scratch),
             len(self._layers), num_tokens, num_rows, num_seqs, max_pages, step.page_tables.stride(0),
             self._num_pages, self._page_size, self._num_heads, self._num_kv_heads, self._head_dim,
@@ -189,14 +190,14 @@ class CompiledDecoder:
     def _check(self, layer: DecoderLayer, keys: Tensor, values: Tensor) -> None:
         shape = (self._num_pages, self._num_kv_heads, self._page_size, self._head_dim)
         hidden, inner, heads = self._hidden_size, self._intermediate_size, self._num_heads
-        norms = [layer.attention_norm, layer.mlp_norm, self._kept[2]]
+        norms = [layer.attention_norm, layer.mlp_norm, self._norm]
         head_norms = [n for n in (layer.query_norm, layer.key_norm) if n is not None]
-        sizes = {
-            layer.qkv: (hidden, (heads + 2 * self._num_kv_heads) * self._head_dim),
-            layer.out: (heads * self._head_dim, hidden),
-            layer.gate_up: (hidden, 2 * inner),
-            layer.down: (inner, hidden),
-        }
+        sizes = (
+            (layer.qkv, hidden, (heads + 2 * self._num_kv_heads) * self._head_dim),
+            (layer.out, heads * self._head_dim, hidden),
+            (layer.gate_up, hidden, 2 * inner),
+            (layer.down, inner, hidden),
+        )
         require(
             are_rows(keys, values, *norms, *head_norms)
             and keys.shape == values.shape == shape
@@ -204,8 +205,9 @@ class CompiledDecoder:
             and all(n.shape == (hidden,) for n in norms)
             and all(n.shape == (self._head_dim,) for n in head_norms)
             and len(head_norms) in (0, 2)
-            and all((f.num_in, f.num_out) == size for f, size in sizes.items())
+            and all((f.num_in, f.num_out) == (num_in, num_out) for f, num_in, num_out in sizes)
             and (layer.window is None or layer.window > 0)
+            and min(heads, self._num_kv_heads, self._page_size, self._head_dim) > 0
             and heads % self._num_kv_heads == 0
             and self._head_dim % 2 == 0,
             "weights and pages",

@@ -124,7 +124,8 @@ class PackedLinear:
 
 
 def _contiguous(bias: Tensor | None) -> Tensor | None:
-    return None if bias is None else bias.contiguous()
+    """What keeps the memory that C reads: a parameter itself may get other data (`module.to`)."""
+    return None if bias is None else bias.detach().contiguous()
 
 
 def _check(weight: Tensor, bias: Tensor | None) -> None:

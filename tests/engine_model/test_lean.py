@@ -137,6 +137,34 @@ def test_all_layers_in_one_call_have_the_bits_of_one_kernel_after_the_other(
     assert not torch.equal(results[2], memory)
 
 
+@pytest.mark.usefixtures("compiled_kernels")
+def test_kernels_that_are_given_are_called(tmp_path: Path) -> None:
+    """Also over pages that were computed in one call before."""
+    randomised(*KNOWN["llama"]).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, impl="lean")
+    layout = loaded.layout(4)
+    pages = layer_views(layout, 2, memoryview(bytearray(2 * layout.page_bytes)))
+    batch, stored = batch_of((0, 3, [1])), []
+
+    def store(*args: Any) -> None:
+        stored.append(args)
+        compiled.store_kv(*args)
+
+    for kernels, calls in (
+        (Kernels(compiled.store_kv, compiled.paged_attention), 0),
+        (Kernels(store, compiled.paged_attention), 3),
+        (Kernels(store, one_by_one), 6),
+    ):
+        with torch.inference_mode():
+            loaded.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                logits_to_keep=torch.tensor([2]),
+                pdserve=PagedContext(batch, pages, kernels),
+            )
+        assert len(stored) == calls
+
+
 def batch_of(*sequences: tuple[int, int, list[int]]) -> ForwardBatch:
     """A step of (tokens before, new tokens, page table)."""
     rows = [

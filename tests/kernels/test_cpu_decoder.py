@@ -82,6 +82,7 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
         (torch.randn(3, HIDDEN), torch.ones(3, DIM), step(slots=[4, 5])),
         (torch.randn(3, HIDDEN), torch.ones(3, DIM), step(kv_lens=[3, 3])),
         (torch.randn(3, HIDDEN), torch.ones(3, DIM), step(query_starts=[0, 3, 3])),
+        (torch.randn(3, HIDDEN), torch.ones(3, DIM), step(rows=[[0, 1], [1, 2]])),
     ):
         with pytest.raises(ValueError, match="hidden states, rotation and step"):
             run(hidden, rotation, said)
@@ -90,15 +91,19 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
 def test_weights_and_pages_that_do_not_fit_are_refused() -> None:
     wide = PackedLinear.pack(torch.randn(HIDDEN, INNER + 1))
     keys, values = pages()
+    wrong = PackedLinear.pack(torch.randn(2 * INNER, HIDDEN))  # gate and up alone may be it
     for one, memory in (
         (replace(layer(), down=wide), None),
         (replace(layer(), out=layer().down), None),
+        (replace(layer(), qkv=wrong, gate_up=wrong), None),
         (replace(layer(), mlp_norm=torch.ones(HIDDEN + 1)), None),
         (replace(layer(), query_norm=torch.ones(DIM)), None),
         (replace(layer(), query_norm=torch.ones(DIM), key_norm=torch.ones(DIM + 1)), None),
         (replace(layer(), window=0), None),
         (layer(), [(keys, values[:, :1])]),
         (layer(), [(keys.half(), values.half())]),
+        (layer(), [(keys[:, :, :0], values[:, :, :0])]),
+        (layer(), [(keys[:, :0], values[:, :0])]),
     ):
         with pytest.raises(ValueError, match="weights and pages"):
             make(one, memory=memory)

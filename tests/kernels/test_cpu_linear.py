@@ -71,6 +71,18 @@ def test_a_rows_bits_depend_on_nothing_else(pack: Callable[[Tensor, Tensor], Pac
             assert torch.equal(packed(x[first:last]), whole[first:last])
 
 
+@pytest.mark.parametrize("pack", [PackedLinear.pack, PackedLinear.pack_int8])
+def test_a_parameter_that_gets_other_data_takes_no_memory_away(pack: Callable[[Tensor, Tensor], PackedLinear]) -> None:
+    """As `module.to(dtype)` does to a bias that the module shares."""
+    bias = torch.nn.Parameter(torch.randn(50))
+    packed, x = pack(torch.randn(50, 20), bias), torch.randn(3, 20)
+    before = packed(x)
+    bias.data = torch.zeros(50)
+    others = [torch.full((50,), torch.nan) for _ in range(100)]  # would lie where the bias was
+    assert torch.equal(packed(x), before)
+    assert others
+
+
 def test_rows_are_the_weights() -> None:
     weight = torch.randn(37, 20)
     indices = torch.tensor([36, 0, 16, 15, 0])
