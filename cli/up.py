@@ -26,7 +26,7 @@ from pdserve.cli.processes import Child, service_command, stop_all, store_comman
 from pdserve.cli.progress import RichProgress
 from pdserve.cli.sample import run_sample
 from pdserve.client import PdserveError
-from pdserve.core.config import ENV_PREFIX, WorkerConfig, build_parser, check, flag_name, from_namespace, option
+from pdserve.core.config import ENV_PREFIX, WorkerConfig, build_parser, check, flag_name, from_namespace, heeds, option
 from pdserve.core.errors import ConfigError, UnavailableError
 from pdserve.core.kv_transfer_config import KvTransferConfig
 from pdserve.core.net import check_port_free
@@ -239,7 +239,8 @@ class Launcher:
             flags += ["--kv-transfer-config", self._up.kv_transfer_config]
         engine = self._engine.for_prefill() if role == "prefill" else self._engine
         threads = engine.threads or threads_of(role, self._up, usable_cores())
-        flags += _flags(replace(engine, threads=threads), but=("model", "served_model_name"))
+        others = [f.name for f in fields(EngineConfig) if not heeds(role, f)]
+        flags += _flags(replace(engine, threads=threads), but=("model", "served_model_name", *others))
         return self._child(name, service_command(command, *flags), self._logs / f"{name}.log")
 
     def _start_router(self) -> Child:

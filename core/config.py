@@ -64,6 +64,7 @@ def option(
     choices: Sequence[str] = (),
     minimum: float | None = None,
     maximum: float | None = None,
+    roles: Sequence[str] = (),
 ) -> Any:  # dataclasses.field is untyped in the same way
     """Declares one configuration field.
 
@@ -75,9 +76,10 @@ def option(
         minimum: Smallest value allowed.
         maximum: Largest value allowed; of a number without one it is what 64 bits hold, for a count what 31 do: more
             fits into no message.
+        roles: Of the workers that heed it; empty: all do.
     """
     meta = {"help": help, "unit": unit, "choices": tuple(choices), "minimum": minimum, "maximum": maximum}
-    return field(default=default, metadata=meta)
+    return field(default=default, metadata={**meta, "roles": tuple(roles)})
 
 
 def check(config: object) -> None:
@@ -128,6 +130,21 @@ def as_keywords(message: str, cls: type) -> str:
     """A message with keyword arguments where it names flags of `cls`: what a caller of Python wrote."""
     names = {flag_name(f.name): f.name for f in fields(cls)}
     return re.sub(r"--[a-z][a-z0-9-]*", lambda flag: names.get(flag[0], flag[0]), message)
+
+
+def heeds(role: str, f: Field[Any]) -> bool:
+    """Whether a field has an effect on workers of a role."""
+    return not f.metadata["roles"] or role in f.metadata["roles"]
+
+
+def without_effect(role: str, sections: Mapping[str, type], argv: Sequence[str]) -> list[str]:
+    """Flags of a command line that have no effect on a worker of a role.
+
+    Of the command line only: a file and the environment may be those of several workers.
+    """
+    given = {word.partition("=")[0] for word in argv}
+    ours = [f for cls in sections.values() for f in fields(cls) if not heeds(role, f)]
+    return [flag for f in ours if given & {flag := flag_name(f.name), flag.replace("--", "--no-", 1)}]
 
 
 def flag_name(name: str) -> str:
@@ -222,7 +239,8 @@ def _add_flag(group: Any, cls: type, f: Field[Any]) -> None:
     kind = _base_type(typing.get_type_hints(cls)[f.name])
     default = None if f.default is MISSING else f.default
     shown = "" if default is None or default == "" else f" (default: {default}{_unit(f.metadata['unit'])})"
-    help_text = (f.metadata["help"] + shown).replace("%", "%%")
+    of = f"{', '.join(f.metadata['roles'])}: " if f.metadata["roles"] else ""
+    help_text = (of + f.metadata["help"] + shown).replace("%", "%%")
     if kind is bool:
         group.add_argument(flag_name(f.name), action=argparse.BooleanOptionalAction, default=None, help=help_text)
         return
@@ -321,11 +339,17 @@ class WorkerConfig:
     )
     router_timeout_s: float = option(3.0, "a router silent for this long is taken for dead", unit="s", minimum=0.1)
     data_port: int = option(
-        0, "port of the tcp data plane for KV (prefill side); 0 picks a free one", minimum=0, maximum=65535
+        0, "port of the tcp data plane for KV; 0 picks a free one", minimum=0, maximum=65535, roles=("prefill",)
     )
-    advertise_data_address: str | None = option(None, "host:port that decode workers reach the tcp data plane at")
+    advertise_data_address: str | None = option(
+        None, "host:port that decode workers reach the tcp data plane at", roles=("prefill",)
+    )
     kv_lease_s: float = option(
-        10.0, "time that computed pages wait for a reader without renewal", unit="s", minimum=0.1
+        10.0,
+        "time that computed pages wait for a reader without renewal",
+        unit="s",
+        minimum=0.1,
+        roles=("prefill",),
     )
     kv_integrity: str = option(
         "host",
@@ -339,19 +363,29 @@ class WorkerConfig:
     )
     kv_convert_dtype: bool = option(
         False,
-        "decode: take KV of prefill workers with another --dtype, rounded to this worker's; tokens may then differ "
-        "from those of a mixed worker",
+        "take KV of prefill workers with another --dtype, rounded to this worker's; tokens may then differ from those "
+        "of a mixed worker",
+        roles=("decode",),
     )
     kv_staging_bytes: int = option(
         64 << 20,
-        "decode: memory through which KV of another page size or dtype is converted, for each kind of page that comes",
+        "memory through which KV of another page size or dtype is converted, for each kind of page that comes",
         unit="bytes",
         minimum=1,
+        roles=("decode",),
     )
-    reserve_wait_s: float = option(5.0, "time that a reservation waits for free pages", unit="s", minimum=0)
-    pull_idle_s: float = option(2.0, "a pull that receives nothing for this long fails", unit="s", minimum=0.05)
+    reserve_wait_s: float = option(
+        5.0, "time that a reservation waits for free pages", unit="s", minimum=0, roles=("decode",)
+    )
+    pull_idle_s: float = option(
+        2.0, "a pull that receives nothing for this long fails", unit="s", minimum=0.05, roles=("decode",)
+    )
     pull_min_rate: float = option(
-        50.0, "a pull slower than this after its first 5 s fails; lower it for slow links", unit="MB/s", minimum=0.1
+        50.0,
+        "a pull slower than this after its first 5 s fails; lower it for slow links",
+        unit="MB/s",
+        minimum=0.1,
+        roles=("decode",),
     )
 
     def __post_init__(self) -> None:

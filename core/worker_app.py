@@ -14,7 +14,7 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -357,14 +357,26 @@ def run_worker(
     worker_config: WorkerConfig,
     tls_config: TlsConfig | None = None,
     *,
+    unheeded: Sequence[str] = (),
     uvloop: bool = True,
 ) -> int:
     """The body of a worker's `__main__`: runs until the end; a configuration error is one line on stderr.
+
+    Args:
+        role: See `WorkerApp`, as the next four.
+        service: Of the role.
+        service_config: Configuration.
+        worker_config: Configuration.
+        tls_config: Configuration.
+        unheeded: Flags that were given and have no effect; a warning names them.
+        uvloop: Whether its event loop is used.
 
     Returns:
         Exit status: 0 drained, 1 failed or cut short, 2 cannot start as configured.
     """
     setup_logging(service_config.log_level)
+    if unheeded:
+        _log.warning("no effect on a %s worker: %s", role.value, ", ".join(unheeded))
     app = WorkerApp(role, service, service_config, worker_config, tls_config)
     try:
         status = run_async(app.run(), uvloop=uvloop)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from pdserve.core.config import ServiceConfig, WorkerConfig, check, load, option, run_main
+from pdserve.core.config import ServiceConfig, WorkerConfig, check, load, option, run_main, without_effect
 from pdserve.core.request import Role
 from pdserve.core.tls import TlsConfig
 from pdserve.core.worker_app import run_worker
@@ -47,7 +47,8 @@ def main(argv: Sequence[str]) -> int:
     role, service, worker, tls, engine = load("pdserve decode", DESCRIPTION, sections, argv)
     if role.role == Role.DECODE:
         engine.check_hand_offs()
-    return run_worker(Role(role.role), DecodeWorker(engine), service, worker, tls)
+    unheeded = without_effect(role.role, sections, argv)
+    return run_worker(Role(role.role), DecodeWorker(engine), service, worker, tls, unheeded=unheeded)
 
 
 if __name__ == "__main__":

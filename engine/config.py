@@ -153,9 +153,10 @@ class EngineConfig:
     )
     max_unreserved_fraction: float = option(
         0.25,
-        "prefill: share of the pool that sequences without a reserved destination may hold",
+        "share of the pool that sequences without a reserved destination may hold",
         minimum=0.0,
         maximum=1.0,
+        roles=("prefill",),
     )
     threads: int | None = option(
         None,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from pdserve.core.config import ServiceConfig, WorkerConfig, load, run_main
+from pdserve.core.config import ServiceConfig, WorkerConfig, load, run_main, without_effect
 from pdserve.core.request import Role
 from pdserve.core.tls import TlsConfig
 from pdserve.core.worker_app import run_worker
@@ -27,7 +27,8 @@ def main(argv: Sequence[str]) -> int:
     """
     sections = {"Service": ServiceConfig, "Worker": WorkerConfig, "TLS": TlsConfig, "Engine": EngineConfig}
     service, worker, tls, engine = load("pdserve prefill", DESCRIPTION, sections, argv)
-    return run_worker(Role.PREFILL, PrefillWorker(engine.of_prefill_worker()), service, worker, tls)
+    unheeded = without_effect(Role.PREFILL, sections, argv)
+    return run_worker(Role.PREFILL, PrefillWorker(engine.of_prefill_worker()), service, worker, tls, unheeded=unheeded)
 
 
 if __name__ == "__main__":

@@ -101,7 +101,6 @@ capabilities:
 
 {{- /* Flags of every worker. */ -}}
 {{- define "pdserve.workerArgs" -}}
-- --kv-lease-s={{ .Values.kvLeaseSeconds }}
 {{- if .Values.tls.secretName }}
 - --health-port=50052
 {{- end }}

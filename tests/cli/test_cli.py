@@ -297,6 +297,23 @@ def test_a_wrong_file_is_named_with_what_would_be_right(
     assert f"{path}: {said}" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("role", "flag"), [("prefill", "--pull-idle-s"), pytest.param("decode", "--data-port", marks=pytest.mark.slow)]
+)
+def test_a_worker_warns_of_flags_of_the_other_role(role: str, flag: str) -> None:
+    command = [sys.executable, "-m", "pdserve.cli", role, "--runner=fake", "--redis-url=redis://127.0.0.1:1/0"]
+    environ = {**os.environ, "PDSERVE_RESERVE_WAIT_S": "3"}
+    done = subprocess.run(
+        [*command, "--pull-idle-s=3", "--data-port=0"],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert f"no effect on a {role} worker: {flag}\n" in done.stderr and done.returncode == 2
+
+
 def test_the_sample_of_a_model_without_a_chat_template_is_text(capsys: pytest.CaptureFixture[str]) -> None:
     def base_model(request: Any, context: Any) -> Any:
         if request.HasField("chat"):

@@ -9,8 +9,18 @@ from typing import Any
 import pytest
 
 from pdserve.cli.up import UpConfig
-from pdserve.core.config import ServiceConfig, WorkerConfig, as_keywords, build_parser, check, load, option
+from pdserve.core.config import (
+    ServiceConfig,
+    WorkerConfig,
+    as_keywords,
+    build_parser,
+    check,
+    load,
+    option,
+    without_effect,
+)
 from pdserve.core.errors import ConfigError
+from pdserve.core.request import Role
 from pdserve.engine.config import EngineConfig
 from pdserve.router.config import RouterConfig, RouterServiceConfig
 
@@ -138,3 +148,26 @@ def test_an_address_that_nobody_could_reach_is_refused_by_its_flag(address: str)
 def test_the_help_shows_the_environment_by_an_option_of_the_command() -> None:
     assert "PDSERVE_NUM_PAGES=4;" in build_parser("p", "", {"": Config}).format_help()
     assert "PDSERVE_LOG_LEVEL=debug;" in build_parser("p", "", {"": ServiceConfig}).format_help()
+
+
+WORKER = {"Worker": WorkerConfig, "Engine": EngineConfig}
+
+
+@pytest.mark.parametrize(
+    ("role", "told"),
+    [
+        ("prefill", ["--kv-convert-dtype", "--pull-idle-s"]),
+        ("decode", ["--data-port", "--max-unreserved-fraction"]),
+        ("mixed", ["--data-port", "--kv-convert-dtype", "--pull-idle-s", "--max-unreserved-fraction"]),
+    ],
+)
+def test_flags_of_another_role_are_told(role: str, told: list[str]) -> None:
+    argv = ["--data-port", "0", "--pull-idle-s=3", "--no-kv-convert-dtype", "--max-unreserved-fraction=1"]
+    assert without_effect(role, WORKER, [*argv, "--kv-integrity", "host", "--num-pages=4"]) == told
+    assert without_effect(role, WORKER, ["--worker-id", "pull_idle_s"]) == []
+
+
+def test_the_roles_of_options_are_those_of_workers() -> None:
+    named = {role for cls in WORKER.values() for f in fields(cls) for role in f.metadata["roles"]}
+    assert named == {Role.PREFILL, Role.DECODE}
+    assert "decode: a pull that receives nothing" in build_parser("p", "", WORKER).format_help()
