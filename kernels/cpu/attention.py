@@ -94,7 +94,7 @@ def paged_attention(
     if not (
         are_rows(query, key_pages, value_pages)
         and are_indices(page_tables, query_starts, kv_lens)
-        and (sinks is None or (are_rows(sinks) and sinks.device.type == "cpu"))
+        and (sinks is None or are_rows(sinks))
     ):
         return reference.paged_attention(
             query, key_pages, value_pages, page_tables, query_starts, kv_lens,

@@ -85,10 +85,12 @@ class PackedLinear:
             x: `[..., in]` float32.
 
         Raises:
-            ValueError: Another width or type.
+            ValueError: Another width or type, or not on the CPU.
         """
-        if x.dtype is not torch.float32 or x.shape[-1] != self.num_in:
-            raise ValueError(f"a linear over {self.num_in} float32 got {x.shape[-1]} {x.dtype}")
+        if not x.is_cpu or x.dtype is not torch.float32 or x.shape[-1] != self.num_in:
+            raise ValueError(
+                f"a linear on the CPU over {self.num_in} float32 got {x.shape[-1]} {x.dtype} on {x.device}"
+            )
         rows = x.reshape(-1, self.num_in)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -134,8 +136,11 @@ def _check(weight: Tensor, bias: Tensor | None) -> None:
             "weights to pack must be float32 [out, in] on the CPU, "
             f"not {weight.dtype} {tuple(weight.shape)} on {weight.device}"
         )
-    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not torch.float32):
-        raise ValueError(f"the bias of weights {tuple(weight.shape)} must be float32 [out], not {tuple(bias.shape)}")
+    if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype is not torch.float32 or not bias.is_cpu):
+        raise ValueError(
+            f"the bias of weights {tuple(weight.shape)} must be float32 [out] on the CPU, "
+            f"not {bias.dtype} {tuple(bias.shape)} on {bias.device}"
+        )
 
 
 def _pack(weight: Tensor, panels: Tensor, scales: Tensor | None) -> None:

@@ -6,6 +6,7 @@ import json
 import random
 import struct
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,33 @@ def test_kernels_that_are_given_are_called(tmp_path: Path) -> None:
                 pdserve=PagedContext(batch, pages, kernels),
             )
         assert len(stored) == calls
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+def test_threads_that_share_a_model_compute_each_over_its_own_pages(tmp_path: Path) -> None:
+    randomised(*KNOWN["llama"]).save_pretrained(tmp_path)
+    loaded = load_model(tmp_path, impl="lean")
+    layout = loaded.layout(4)
+    batch = batch_of((0, 3, [1]))
+
+    def stored(_: int) -> bytes:
+        memory = bytearray(2 * layout.page_bytes)
+        context = PagedContext(
+            batch,
+            layer_views(layout, 2, memoryview(memory)),
+            Kernels(compiled.store_kv, compiled.paged_attention),
+        )
+        with torch.inference_mode():
+            loaded.model(
+                input_ids=batch.token_ids[None],
+                position_ids=batch.positions[None],
+                logits_to_keep=torch.tensor([2]),
+                pdserve=context,
+            )
+        return bytes(memory)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len(set(threads.map(stored, range(400)))) == 1
 
 
 def batch_of(*sequences: tuple[int, int, list[int]]) -> ForwardBatch:

@@ -83,6 +83,14 @@ def test_a_parameter_that_gets_other_data_takes_no_memory_away(pack: Callable[[T
     assert others
 
 
+def test_what_lies_elsewhere_is_refused() -> None:
+    packed, elsewhere = PackedLinear.pack(torch.randn(4, 4)), torch.empty(4, device="meta")
+    with pytest.raises(ValueError, match="on the CPU"):
+        packed(elsewhere)
+    with pytest.raises(ValueError, match="on the CPU"):
+        PackedLinear.pack(torch.randn(4, 4), elsewhere)
+
+
 def test_rows_are_the_weights() -> None:
     weight = torch.randn(37, 20)
     indices = torch.tensor([36, 0, 16, 15, 0])
