@@ -130,7 +130,7 @@ def _report(
     for suite in suites:
         found = peers_report.summaries(suite.runs)
         if suite.name == "peers" and not config.build_only:
-            rows += peers_report.peer_rows(found)
+            rows += peers_report.peer_rows(found, {level.concurrency for level in suite.levels})
             if limits is not None:
                 rows += peers_report.limit_rows(found, limits, num_params(model), suite.levels)
         elif not config.build_only:

@@ -21,6 +21,7 @@ from gguf.quants import quantize
 from safetensors.numpy import load_file
 
 from pdserve.core.errors import ConfigError
+from pdserve.engine.models.headers import weight_files
 
 KINDS = ("F32", "Q8_0")
 _NAMES = {
@@ -72,7 +73,7 @@ def write(model: Path, path: Path, kind: str) -> None:
 def tensors(model: Path, config: dict[str, Any]) -> Iterator[tuple[str, Array]]:
     """The weights in fp32 with llama.cpp's names and order of rows."""
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
-    for file in sorted(model.glob("*.safetensors")):
+    for file in weight_files(model):
         for name, data in load_file(file).items():
             new = _name(name)
             data = np.ascontiguousarray(data, dtype=np.float32)

@@ -18,6 +18,7 @@ from pdserve.bench.peers_limits import Limits
 from pdserve.bench.peers_process import Command, Processes, SystemFailed
 from pdserve.bench.peers_systems import Place
 from pdserve.engine.model_store import cache_dir, weights_digest
+from pdserve.engine.models.headers import weight_files
 
 MAX_MODEL_LEN = 1024
 MIN_NUM_SEQS = 16  # the same for all loads up to it: what vLLM compiles depends on it
@@ -68,7 +69,7 @@ def prepare(
 def num_params(model: Path) -> int:
     """Weights in a model's files; tied ones count once. The embedding counts: it is the last product of a step."""
     total = 0
-    for file in model.glob("*.safetensors"):
+    for file in weight_files(model):
         with safe_open(file, framework="numpy") as weights:
             total += sum(math.prod(weights.get_slice(name).get_shape()) for name in weights.keys())  # noqa: SIM118
     return total

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from rich.table import Table
@@ -97,12 +97,13 @@ def goal(name: str, value: float | None, limit: float, unit: str = "x", at_most:
     return Row(name, value, unit, f"{sign} {limit:g}: {'met' if met else 'NOT met'}")
 
 
-def peer_rows(found: Mapping[str, Summary]) -> list[Row]:
-    """Our goals against the peers."""
-    rows = [_against(found, ours, EXACT_PEERS, 8, 1.3) for ours in OURS]
-    rows += [_against(found, ours, ("vllm",), 1, 1.5) for ours in OURS]
-    rows.append(_against(found, "pdserve-int8", ("llamacpp-q8_0",), 8, 1.1))
-    rows += [_against(found, ours, EXACT_PEERS, 16, None) for ours in OURS]
+def peer_rows(found: Mapping[str, Summary], concurrencies: Collection[int]) -> list[Row]:
+    """Our goals against the peers, at those levels that were asked for."""
+    goals: list[tuple[str, Sequence[str], int, float]] = [(ours, EXACT_PEERS, 8, 1.3) for ours in OURS]
+    goals += [(ours, ("vllm",), 1, 1.5) for ours in OURS]
+    goals.append(("pdserve-int8", ("llamacpp-q8_0",), 8, 1.1))
+    rows = [_against(found, *one) for one in goals if one[2] in concurrencies]
+    rows += [_against(found, ours, EXACT_PEERS, 16, None) for ours in OURS if 16 in concurrencies]
     mixed = found.get("pdserve-mixed")
     worker = mixed.peak_process_bytes if mixed else None
     rows.append(goal("pdserve-mixed: peak resident memory of the worker", _scaled(worker, 1e9), 1.3, "GB", True))

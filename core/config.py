@@ -101,7 +101,8 @@ def check(config: object) -> None:
         if meta["minimum"] is not None and value < meta["minimum"]:
             raise ConfigError(f"{flag} is {value!r:.80}; it must be at least {meta['minimum']:g}{_unit(meta['unit'])}")
         if (maximum := _maximum(meta, _base_type(hint))) is not None and value > maximum:
-            raise ConfigError(f"{flag} is {value!r:.80}; it must be at most {maximum}{_unit(meta['unit'])}")
+            shown = f"{maximum:g}" if isinstance(maximum, float) else maximum
+            raise ConfigError(f"{flag} is {value!r:.80}; it must be at most {shown}{_unit(meta['unit'])}")
 
 
 _EXPECTED = {bool: "True or False", int: "an integer", float: "a finite number", str: "text"}

@@ -55,7 +55,7 @@ def test_medians_are_over_the_rounds_that_were_measured() -> None:
 
 
 def test_goals_stand_beside_ratios_against_the_best_peer() -> None:
-    rows = {row.name: row for row in peers_report.peer_rows(found())}
+    rows = {row.name: row for row in peers_report.peer_rows(found(), {1, 8, 16})}
     best = rows["at 8: tokens/s, pdserve-mixed / the best fp32 peer (vllm)"]
     assert best.value == pytest.approx(50 / 30) and best.goal == ">= 1.3: met"
     assert rows["at 8: tokens/s, pdserve-pd / the best fp32 peer (vllm)"].goal == ">= 1.3: met"
@@ -65,6 +65,12 @@ def test_goals_stand_beside_ratios_against_the_best_peer() -> None:
     assert rows["at 8: tokens/s, pdserve-int8 / llamacpp-q8_0"].value is None
     assert rows["pdserve-mixed: peak resident memory of the worker"].goal == "<= 1.3: met"
     assert rows["pdserve-pd: time to ready"].goal == "<= 10: NOT met"
+
+
+def test_levels_that_were_not_asked_for_have_no_rows() -> None:
+    names = [row.name for row in peers_report.peer_rows(found(), {8})]
+    assert "at 8: tokens/s, pdserve-int8 / llamacpp-q8_0" in names and "pdserve-pd: time to ready" in names
+    assert not [name for name in names if name.startswith("at ") and not name.startswith("at 8:")]
 
 
 def test_disaggregation_goals() -> None:
@@ -131,7 +137,7 @@ def test_gguf_has_the_weights_of_the_model(tmp_path: Path) -> None:
     from gguf import GGUFReader
     from safetensors.numpy import save_file
 
-    from pdserve.bench import peers_gguf
+    from pdserve.bench import peers_gguf, peers_prepare
     from pdserve.engine import gguf_convert
 
     config = {
@@ -151,11 +157,13 @@ def test_gguf_has_the_weights_of_the_model(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     save_file(weights, source / "model.safetensors")
+    save_file({"other": np.zeros(5)}, source / "consolidated.safetensors")  # which nobody reads
     (source / "config.json").write_text(json.dumps(config))
     added = [{"id": 1, "content": "<s>"}]
     vocabulary = {"a": 0, "<s>": 1, "b": 2, "c": 3, "ab": 4, "abc": 5, "d": 6}
     tokenizer = {"added_tokens": added, "model": {"vocab": vocabulary, "merges": [["a", "b"], ["ab", "c"]]}}
     (source / "tokenizer.json").write_text(json.dumps(tokenizer))
+    assert peers_prepare.num_params(source) == sum(weight.size for weight in weights.values())
 
     peers_gguf.write(source, tmp_path / "f32.gguf", "F32")
     reader = GGUFReader(tmp_path / "f32.gguf")
