@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -122,7 +122,7 @@ class CompiledDecoder:
         self._norm, self._kept = norm, (tuple(layers), tuple(pages))  # C keeps addresses of their memory
         keys, values = pages[0]
         self._num_pages, self._num_kv_heads, self._page_size, self._head_dim = keys.shape
-        self._num_heads, self._epsilon, self._scale = num_heads, epsilon, scale
+        self._num_heads = num_heads
         self._strides = (*keys.stride()[:3], *values.stride()[:3])
         self._hidden_size, self._intermediate_size = norm.shape[0], layers[0].down.num_in
         for layer, (k, v) in zip(layers, pages, strict=True):
@@ -130,6 +130,20 @@ class CompiledDecoder:
         self._layers = (_Layer * len(layers))(*(_layer(*both) for both in zip(layers, pages, strict=True)))
         linears = [f for layer in layers for f in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         self._workspace_per_row = max(f.workspace_per_row for f in linears)
+        strides = (f"{of}_stride_{along}" for of in "kv" for along in ("page", "head", "token"))
+        self._sizes = {
+            **dict(zip(strides, self._strides, strict=True)),
+            "num_layers": len(layers),
+            "num_pages": self._num_pages,
+            "page_size": self._page_size,
+            "num_heads": num_heads,
+            "num_kv_heads": self._num_kv_heads,
+            "head_dim": self._head_dim,
+            "hidden_size": self._hidden_size,
+            "intermediate_size": self._intermediate_size,
+            "epsilon": epsilon,
+            "scale": scale,
+        }
         self._function = library.load().pdserve_decoder
 
     def __call__(self, hidden: Tensor, rotation: Tensor, step: DecoderStep) -> Tensor:
@@ -166,21 +180,28 @@ class CompiledDecoder:
         )
         answer = hidden.new_empty(num_rows, self._hidden_size)
         most, heads = max(num_tokens, num_rows), self._num_heads + 2 * self._num_kv_heads
-        widths = (
-            *(self._hidden_size,) * 3,
-            *(heads * self._head_dim, self._num_heads * self._head_dim),
-            *(2 * self._intermediate_size, self._intermediate_size),
-        )
-        scratch = [hidden.new_empty(most * width) for width in widths]
-        scratch.append(hidden.new_empty(most * self._workspace_per_row, dtype=torch.uint8))
-        positions = torch.arange(num_tokens)
+        widths = {
+            **dict.fromkeys(("normed", "kept", "delta"), self._hidden_size),
+            "heads": heads * self._head_dim,
+            "attended": self._num_heads * self._head_dim,
+            "gate_up": 2 * self._intermediate_size,
+            "gated": self._intermediate_size,
+        }
+        scratch = {name: hidden.new_empty(most * width) for name, width in widths.items()}
+        scratch["workspace"] = hidden.new_empty(most * self._workspace_per_row, dtype=torch.uint8)
+        tensors = {"norm": self._norm, "rotation": rotation, "positions": torch.arange(num_tokens)}
+        tensors |= {"hidden": hidden, "answer": answer, **scratch}
+        tensors |= {f.name: getattr(step, f.name) for f in fields(step)}
         arguments = _Decoder(
-            ctypes.addressof(self._layers), self._norm.data_ptr(), rotation.data_ptr(), positions.data_ptr(),
-            *(t.data_ptr() for t in indices), hidden.data_ptr(), answer.data_ptr(), *(t.data_ptr() for t in scratch),
-            len(self._layers), num_tokens, num_rows, num_seqs, max_pages, step.page_tables.stride(0),
-            self._num_pages, self._page_size, self._num_heads, self._num_kv_heads, self._head_dim,
-            self._hidden_size, self._intermediate_size, *self._strides, self._epsilon, self._scale,
-        )  # fmt: skip
+            layers=ctypes.addressof(self._layers),
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
+            num_tokens=num_tokens,
+            num_rows=num_rows,
+            num_seqs=num_seqs,
+            max_pages=max_pages,
+            table_stride=step.page_tables.stride(0),
+            **self._sizes,
+        )
         if status := self._function(ctypes.byref(arguments)):
             if status == _NO_MEMORY:
                 raise MemoryError("attention found no memory to work in")

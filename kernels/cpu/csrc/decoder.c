@@ -77,7 +77,7 @@ EXPORT int pdserve_decoder(const Decoder *d) {
         int status = attend(d, l);
         if (status) return status;
         if (i == d->num_layers - 1) { /* what follows is asked for in some rows only */
-            gather(d, d->attended, d->num_heads * d->head_dim, d->heads);
+            gather(d, d->attended, d->num_heads * d->head_dim, d->heads); /* heads are stored and read by now */
             gather(d, hidden, d->hidden_size, d->kept);
             num_rows = d->num_rows, hidden = d->kept, attended = d->heads;
         }

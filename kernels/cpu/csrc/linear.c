@@ -71,7 +71,7 @@ AVX2 static void multiply_tile(int64_t rows, const float *x, int64_t x_stride, c
 
 static void float_panel(const Linear *l, int64_t panel, int64_t first, int64_t num_rows) {
     static const float zeros[NR];
-    int64_t ahead = num_rows >= ASKING_ROWS ? AHEAD : 0;
+    int64_t ahead = num_rows >= ASKING_ROWS ? AHEAD : 0; /* 0: what is read next anyway, which costs nothing */
     int64_t tiles = ceil_div(num_rows, MR), column = panel * NR;
     float start[NR];
     for (int64_t i = 0; i < NR; i++) start[i] = l->bias && column + i < l->out ? l->bias[column + i] : zeros[i];
