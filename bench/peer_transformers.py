@@ -222,6 +222,12 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+class Server(ThreadingHTTPServer):
+    """Waits for as many connections at once as a load may open: beyond five the system would reset some."""
+
+    request_queue_size = 128
+
+
 def main() -> None:
     """Loads the model, then serves."""
     parser = argparse.ArgumentParser()
@@ -239,7 +245,7 @@ def main() -> None:
     Handler.tokenizer = AutoTokenizer.from_pretrained(args.model)
     static = args.mode == "static"
     Handler.batches = StaticBatches(model, args.batch_size, args.batch_window_s) if static else ContinuousBatches(model)
-    server = ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
+    server = Server(("127.0.0.1", args.port), Handler)
     server.serve_forever()
 
 

@@ -47,8 +47,8 @@ class EngineConfig:
     )
     model_impl: str = option(
         "auto",
-        "whose code computes the model; lean: our own of Llama, Qwen2, Qwen3 and Mistral in float32; transformers: its "
-        "modules; auto: lean where it knows the model exactly",
+        "whose code computes the model; lean: our own of Llama, Qwen2, Qwen3 and Mistral (on a CPU in float32); "
+        "transformers: its modules; auto: lean on a CPU, where it knows the model exactly",
         choices=("auto", "lean", "transformers"),
     )
     enforce_eager: bool = option(False, "cuda: compute steps of decodes alone without CUDA graphs, too")

@@ -27,7 +27,7 @@ from pdserve.engine.model_check import check_answers, check_finite, check_window
 from pdserve.engine.model_store import weights_digest
 from pdserve.engine.models.headers import weight_files
 from pdserve.engine.models.lean import LeanModel
-from pdserve.engine.models.linear import MakeLinear, count_weights, linear_maker, replace_linears
+from pdserve.engine.models.linear import MakeLinear, TorchLinear, count_weights, linear_maker, replace_linears
 from pdserve.engine.models.spec import NotLean, check_depth, read_eos, read_json, read_spec
 from pdserve.engine.models.weights import WeightFiles
 from pdserve.engine.progress import Progress, SilentProgress
@@ -136,12 +136,12 @@ def load_model(
     digest = weights_digest(directory, progress)
     _warn_of_unread(directory, weight_files(directory, config))
     progress.begin("loading the model")
-    make = linear_maker(quantization)
+    make = linear_maker(quantization) if where.type == "cpu" and dtype == "float32" else None
+    assert quantization is None or make is not None, (quantization, dtype, where)
     required = impl == "lean"
     loaded = None if impl == "transformers" else _try_lean(directory, dtype, where, digest, make, required=required)
     if loaded is None:
-        packs = where.type == "cpu" and dtype == "float32"
-        loaded = _load_transformers(directory, dtype, where, digest, make if packs else None)
+        loaded = _load_transformers(directory, dtype, where, digest, make)
     _return_freed_memory()
     progress.end()
     if quantization is None:
@@ -173,16 +173,18 @@ def _warn_of_plain(model: Any) -> None:
 
 
 def _try_lean(
-    directory: Path, dtype: str, where: torch.device, digest: str, make: MakeLinear, *, required: bool
+    directory: Path, dtype: str, where: torch.device, digest: str, make: MakeLinear | None, *, required: bool
 ) -> LoadedModel | None:
     try:
-        if where.type != "cpu":
-            raise NotLean("the lean definition computes on the CPU")
-        if dtype != "float32":
-            raise NotLean(f"the lean definition computes in float32, not {dtype}")
+        if where.type != "cpu" and not required:
+            raise NotLean("on a GPU the lean definition has to be asked for: nobody has measured there what it saves")
+        if where.type == "cpu" and dtype != "float32":
+            raise NotLean(f"on a CPU the lean definition computes in float32, not {dtype}")
         spec = read_spec(directory)
         with WeightFiles(directory) as files:
-            model = LeanModel(spec, files, make)
+            model = LeanModel(spec, files, make or TorchLinear, getattr(torch, dtype), where)
+    except RuntimeError as e:  # torch's error for memory too
+        raise ConfigError(f"the model in {directory} does not fit on the device {where}: {e}") from e
     except NotLean as e:
         if required:
             raise ConfigError(f"--model-impl is 'lean', but {directory.name} cannot be served so: {e}") from e

@@ -3,13 +3,14 @@
 Query, key and value are one linear, gate and up another. What a part adds to the residual stream is summed by the norm
 that follows it: `hidden += delta; normed = norm(hidden)` is one kernel.
 
-Where everything is compiled for the CPU, all layers are one call (`kernels.cpu.decoder`), with the same bits.
+Where everything is compiled for the CPU, all layers are one call (`kernels.cpu.decoder`), with the same bits. On a GPU
+its kernels are Triton's and its linears torch's, and its steps can be captured: shapes alone say what is launched.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from pdserve.kernels.cpu.linear import PackedLinear
 from pdserve.kernels.dispatch import fused_for
 
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_CPU = torch.device("cpu")
 
 
 class Logits(NamedTuple):
@@ -70,12 +72,14 @@ class LeanModel:
         files: Its weights.
         make_linear: Makes the linears.
         dtype: Of weights and activations.
+        where: Device of the weights.
 
     Attributes:
         device: Where it runs.
 
     Raises:
         NotLean: The weights are not those of the specification.
+        RuntimeError: The device has no memory for them.
     """
 
     def __init__(
@@ -84,16 +88,20 @@ class LeanModel:
         files: WeightFiles,
         make_linear: MakeLinear,
         dtype: torch.dtype = torch.float32,
+        where: torch.device = _CPU,
     ) -> None:
+        def rows(*names: str) -> Tensor:
+            return files.rows(names, dtype).to(where)
+
         _check_files(spec, files)
-        self.device = torch.device("cpu")
+        self.device = where
         self._spec = spec
-        self._kernels = fused_for(self.device)
-        self._inv_freq = inverse_frequencies(spec.rope, spec.head_dim)
-        self._layers = [_load_layer(spec, files, dtype, make_linear, i) for i in range(spec.num_layers)]
-        self._norm = files.rows(["model.norm.weight"], dtype)
-        embedding = files.rows([_EMBEDDING], dtype)
-        self._head = make_linear(embedding if spec.tied else files.rows([_HEAD], dtype), None)
+        self._kernels = fused_for(where)
+        self._inv_freq = inverse_frequencies(spec.rope, spec.head_dim).to(where)
+        self._layers = [_load_layer(spec, rows, make_linear, i) for i in range(spec.num_layers)]
+        self._norm = rows("model.norm.weight")
+        embedding = rows(_EMBEDDING)
+        self._head = make_linear(embedding if spec.tied else rows(_HEAD), None)
         self._embed = self._head.rows if spec.tied else TorchLinear(embedding, None).rows
         self._compiled: tuple[Mapping[int, LayerPages], CompiledDecoder | None] | None = None
 
@@ -183,7 +191,8 @@ class LeanModel:
 
     def _rotation(self, positions: Tensor) -> _Rotation:
         angles = positions[:, None].float() * self._inv_freq
-        return _Rotation(torch.arange(len(positions)), torch.cat((angles.cos(), angles.sin()), dim=1))
+        rows = torch.arange(len(positions), device=positions.device)
+        return _Rotation(rows, torch.cat((angles.cos(), angles.sin()), dim=1))
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
@@ -211,11 +220,11 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> Tensor:
     return torch.where(between, mixed, stretched)
 
 
-def _load_layer(spec: LeanSpec, files: WeightFiles, dtype: torch.dtype, make: MakeLinear, at: int) -> _Layer:
+def _load_layer(spec: LeanSpec, read: Callable[..., Tensor], make: MakeLinear, at: int) -> _Layer:
     prefix = f"model.layers.{at}."
 
     def rows(*names: str) -> Tensor:
-        return files.rows([prefix + name for name in names], dtype)
+        return read(*(prefix + name for name in names))
 
     def linear(biased: bool, *names: str) -> Linear:
         bias = rows(*(f"{name}.bias" for name in names)) if biased else None

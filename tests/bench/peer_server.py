@@ -52,6 +52,7 @@ if __name__ == "__main__":
             [sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"],
             start_new_session=True,
         )
+    ThreadingHTTPServer.request_queue_size = 128  # a load connects with all requests at once
     sys.stdout.write("serving\n")
     sys.stdout.flush()
     ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()

@@ -21,7 +21,7 @@ parts=(
     "tests.kernels.triton_cases --gpu decode_variants decode_many_splits"
     "tests.kernels.triton_cases --gpu prefill_variants divided_work"
     "tests.kernels.triton_cases --gpu bfloat16 fp8 fp8_pool fp8_damage fp8_bits store_small store_fp8"
-    "tests.kernels.triton_cases --gpu decode_small prefill_small pages norm rotary silu"
+    "tests.kernels.triton_cases --gpu decode_small prefill_small pages norm rotary silu lean"
     "tests.gpu.engine pair"
 )
 pids=()
@@ -41,7 +41,7 @@ for i in "${!parts[@]}"; do
     check $status "${parts[$i]}"
 done
 # Alone on the GPU, one after the other: these are timed.
-timeout -k 5 70 "$python" -m tests.gpu.engine steps 2>&1
+timeout -k 5 80 "$python" -m tests.gpu.engine steps 2>&1
 check $? "tests.gpu.engine steps"
 timeout -k 5 90 "$python" -m tests.gpu.speed 2>&1
 check $? "tests.gpu.speed"

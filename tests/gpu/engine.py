@@ -14,13 +14,18 @@ import importlib.util
 import multiprocessing
 import statistics
 import sys
+import tempfile
 import time
 import types
+from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 import transformers
+from torch import Tensor
 
 if importlib.util.find_spec("xxhash") is None:  # any checksum will do here
     sys.modules["xxhash"] = stand_in = types.ModuleType("xxhash")
@@ -36,6 +41,10 @@ from pdserve.engine.engine_core import EngineCore
 from pdserve.engine.graphs import CudaCapture
 from pdserve.engine.kv_cache import PlainPool
 from pdserve.engine.loader import LoadedModel, prepare_model
+from pdserve.engine.models.lean import LeanModel
+from pdserve.engine.models.linear import TorchLinear
+from pdserve.engine.models.spec import NotLean, read_spec
+from pdserve.engine.models.weights import WeightFiles
 from pdserve.engine.page_pool import PagePool
 from pdserve.engine.prefix_cache import PrefixCache
 from pdserve.engine.runner import ModelRunner
@@ -56,6 +65,7 @@ from pdserve.engine.step import (
 
 GREEDY = SamplingParams(temperature=0.0)
 PAGE_SIZE, WAIT_S = 32, 100.0
+LEAN_BYTES = 48 << 30
 LLAMA_8B = {
     "vocab_size": 128_256,
     "hidden_size": 4096,
@@ -96,34 +106,79 @@ def steps(where: torch.device, is_dry: bool) -> int:
     """Times of steps; fails when graphs give other tokens than launches."""
     shape, dtype = (SMALL, "float32") if is_dry else (LLAMA_8B, "bfloat16")
     batches, context = ((1, 3), 64) if is_dry else ((1, 8, 16, 64), 1024)
-    loaded = prepare_model(random_llama(shape, dtype, where), dtype, "random")
+    model = random_llama(shape, dtype, where)
+    loaded = prepare_model(model, dtype, "random")
     layout = loaded.layout(PAGE_SIZE)
     num_pages = batches[-1] * (context // PAGE_SIZE + 1)
     pool = DevicePool(layout, num_pages, where)
-    eager, graphs = (ModelRunner(loaded, layout, num_pages, PlainPool(layout, 1), device_pool=pool) for _ in range(2))
-    began = time.perf_counter()
-    # No wider than the batches: as many splits of the KV as without graphs, so that tokens do not differ by rounding.
-    graphs.use_graphs((lambda compute: compute) if is_dry else CudaCapture(where), batches[-1], context + 1)
-    print(f"graphs captured in {time.perf_counter() - began:.1f} s")
+
+    def runner(of: LoadedModel) -> ModelRunner:
+        return ModelRunner(of, layout, num_pages, PlainPool(layout, 1), device_pool=pool)
+
+    first = runner(loaded)
     for at in range(batches[-1]):  # each context is computed, in one chunk
-        eager.execute(SchedulerOutput(0, (_row(at, 0, context, shape["vocab_size"]),), context))
-    bad = 0
+        first.execute(SchedulerOutput(0, (_row(at, 0, context, shape["vocab_size"]),), context))
     print(f"steps {dtype}, {shape['num_hidden_layers']} layers of {shape['hidden_size']}, context {context}")
-    for batch in batches:
-        rows = tuple(_row(at, context, 1, shape["vocab_size"]) for at in range(batch))
-        output = SchedulerOutput(1, rows, batch)
-        (plain, theirs), (captured, ours) = (_timed(runner, output) for runner in (eager, graphs))
-        equal = sum(a == b for a, b in zip(theirs, ours, strict=True))
-        # A 16-bit tie may fall the other way; a wrong graph has hardly any token right.
-        is_good = equal >= 0.75 * batch
-        bad += not is_good
-        print(
-            f"decode  batch {batch:4}  eager {plain:8.2f} ms  graphs {captured:8.2f} ms  {plain / captured:5.2f} x  "
-            f"equal tokens {equal}/{batch}{'' if is_good else '  BAD'}"
-        )
-    chunk, _ = _timed(eager, SchedulerOutput(1, (_row(0, 0, context, shape["vocab_size"]),), context))
-    print(f"prefill tokens {context}  {chunk:8.2f} ms")
+    bad = 0
+    for name, of in {"modules": loaded, **_lean(loaded, model, where)}.items():
+        eager, graphs = runner(of), runner(of)
+        began = time.perf_counter()
+        # No wider than the batches: as many splits of the KV as without graphs, so that no token differs by rounding.
+        graphs.use_graphs((lambda compute: compute) if is_dry else CudaCapture(where), batches[-1], context + 1)
+        print(f"{name}: graphs captured in {time.perf_counter() - began:.1f} s")
+        for batch in batches:
+            rows = tuple(_row(at, context, 1, shape["vocab_size"]) for at in range(batch))
+            bad += not _decodes(name, batch, eager, graphs, SchedulerOutput(1, rows, batch))
+        chunk, _ = _timed(eager, SchedulerOutput(1, (_row(0, 0, context, shape["vocab_size"]),), context))
+        print(f"prefill {name:7}  tokens {context}  {chunk:8.2f} ms")
     return 1 if bad else 0
+
+
+def _decodes(name: str, batch: int, eager: ModelRunner, graphs: ModelRunner, output: SchedulerOutput) -> bool:
+    (plain, theirs), (captured, ours) = (_timed(runner, output) for runner in (eager, graphs))
+    equal = sum(a == b for a, b in zip(theirs, ours, strict=True))
+    # A 16-bit tie may fall the other way; a wrong graph has hardly any token right.
+    is_good = equal >= 0.75 * batch
+    print(
+        f"decode  {name:7}  batch {batch:4}  eager {plain:8.2f} ms  graphs {captured:8.2f} ms  "
+        f"{plain / captured:5.2f} x  equal tokens {equal}/{batch}{'' if is_good else '  BAD'}"
+    )
+    return is_good
+
+
+class _Weights:
+    """Stands for the files of a model: its tensors, where they are."""
+
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self._tensors = tensors
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
+
+    def types(self) -> dict[str, str]:
+        kinds = {torch.float32: "F32", torch.bfloat16: "BF16"}
+        return {name: kinds[tensor.dtype] for name, tensor in self._tensors.items()}
+
+    def rows(self, names: Sequence[str], dtype: torch.dtype) -> Tensor:
+        parts = [self._tensors[name].to(dtype) for name in names]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _lean(loaded: LoadedModel, model: Any, where: torch.device) -> dict[str, LoadedModel]:
+    """The same weights by the lean definition, where there is room for them twice."""
+    if where.type == "cuda" and torch.cuda.get_device_properties(where).total_memory < LEAN_BYTES:
+        print(f"lean: not measured, the GPU has less than {LEAN_BYTES >> 30} GiB")
+        return {}
+    with tempfile.TemporaryDirectory() as name:
+        model.config.save_pretrained(name)
+        try:
+            spec = read_spec(Path(name))
+        except NotLean as e:
+            print(f"lean: not measured, {e}")
+            return {}
+    weights = cast(WeightFiles, _Weights(model.state_dict()))
+    lean = LeanModel(spec, weights, TorchLinear, getattr(torch, loaded.dtype), where)
+    return {"lean": replace(loaded, model=lean)}
 
 
 def _row(at: int, start: int, num: int, vocab_size: int) -> ScheduledSequence:

@@ -12,13 +12,14 @@ import time
 
 ON_GPU = "--gpu" in sys.argv
 os.environ["TRITON_INTERPRET"] = "0" if ON_GPU else "1"
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch's deterministic products ask for
 
 import numpy as np
 import torch
 import triton.language as tl
 from triton.runtime import interpreter
 
-from tests.kernels.triton_cases import attention, device, elementwise, movement
+from tests.kernels.triton_cases import attention, device, elementwise, lean, movement
 
 CASES = {
     "decode_small": attention.decode_small,
@@ -43,6 +44,7 @@ CASES = {
     "norm": elementwise.norm,
     "rotary": elementwise.rotary,
     "silu": elementwise.silu,
+    "lean": lean.lean,
 }
 
 

@@ -19,6 +19,11 @@ def use(device: torch.device) -> None:
     _device = device
 
 
+def where() -> torch.device:
+    """The device."""
+    return _device
+
+
 def is_gpu() -> bool:
     """False in the interpreter."""
     return _device.type == "cuda"
