@@ -34,6 +34,7 @@ from tests.support.worker_client import fence, router_session
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 60
+PATIENT = ("--router-timeout-s", "60")  # the routers of these tests say nothing for a while
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
@@ -46,7 +47,7 @@ def redis_url() -> Iterator[str]:
 
 @contextmanager
 def process(redis_url: str, *flags: str, loads: str = "loads") -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "tests.support.obedient_worker", loads, redis_url, *flags]
+    command = [sys.executable, "-m", "tests.support.obedient_worker", loads, redis_url, *PATIENT, *flags]
     environ = {k: v for k, v in os.environ.items() if not k.startswith("PDSERVE_")}
     child = subprocess.Popen(command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:

@@ -61,6 +61,14 @@ class Up:
         self.process.stdout.close()
 
 
+# Python runs it as it starts: the prefill worker stands still before it has loaded anything.
+STANDS_STILL = """
+import os, signal, sys
+if "prefill-0" in sys.orig_argv:
+    os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_answers_and_drains(tmp_path: Path, number: signal.Signals) -> None:
     # Options of the environment are the launcher's: were this port each worker's too, the second could not start.
@@ -96,16 +104,16 @@ def test_scales_and_restarts_a_dead_worker(tmp_path: Path) -> None:
         up.wait_for("Ctrl-C drains")
         address = next(line.split("--router ")[1].strip() for line in up.lines if "pdserve status --router" in line)
         with Client(address) as client:
-            before = {w.worker_id: w.incarnation for m in client.models() for w in m.workers}
-            assert len(before) == 4
-            victim = next(p for p in up.family() if "decode-1" in p.cmdline())
-            victim.kill()
-            up.wait_for("decode-1 started again")
 
             def incarnations() -> dict[str, str]:
                 return {w.worker_id: w.incarnation for m in client.models() for w in m.workers if w.state == "ready"}
 
             wait_until(lambda: len(incarnations()) == 4, 20, "four ready workers")
+            before = incarnations()
+            victim = next(p for p in up.family() if "decode-1" in p.cmdline())
+            victim.kill()
+            up.wait_for("decode-1 started again")
+            wait_until(lambda: incarnations() != before and len(incarnations()) == 4, 20, "four ready workers again")
             changed = {name for name, value in incarnations().items() if before[name] != value}
             assert changed == {"decode-1"}
             assert len(client.generate(prompt_token_ids=[1, 2, 3], max_tokens=5).token_ids) == 5
@@ -138,11 +146,11 @@ def test_says_what_is_wrong(tmp_path: Path, flags: list[str], words: list[str]) 
 def test_interrupted_while_a_worker_loads(tmp_path: Path) -> None:
     """The router is ready long before a model is loaded; Ctrl-C ends the start all the same."""
     port = free_port()
-    up = Up(tmp_path, "--runner", "fake", "--drain-grace-s", "0", "--port", str(port))
+    (tmp_path / "sitecustomize.py").write_text(STANDS_STILL)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    words = ["--runner", "fake", "--drain-grace-s", "0", "--port", str(port)]
+    up = Up(tmp_path, *words, environ={"PYTHONPATH": path})
     try:
-        wait_until(lambda: any("prefill-0" in p.cmdline() for p in up.family()), 60, "a worker to start")
-        loading = next(p for p in up.family() if "prefill-0" in p.cmdline())
-        loading.suspend()
         wait_until(lambda: listens(port), 60, "the router to listen")
         with Client(f"127.0.0.1:{port}") as client:
             wait_until(lambda: any(w.state == "ready" for m in client.models() for w in m.workers), 60, "a worker")

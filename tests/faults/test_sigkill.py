@@ -20,9 +20,10 @@ ERROR_WITHIN_S = 5.0
 
 @pytest.fixture(params=PARAMS)
 def deployment(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Deployment]:
-    # A fake step that takes 20 ms, so that a death can be placed inside a prefill or a decode.
+    # Fake steps take their time, so that a death can be placed inside a prefill or a decode.
     flags = ["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "512", "--fake-step-ms", "20"]
-    with deploy(tmp_path, "fake", flags=[*flags, *plane_flags(request.param)]) as running:
+    slow = {"prefill-0": ["--fake-step-ms", "100"]}
+    with deploy(tmp_path, "fake", flags=[*flags, *plane_flags(request.param)], worker_flags=slow) as running:
         yield running
 
 

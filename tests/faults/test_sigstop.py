@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,12 +18,14 @@ from .streams import BackgroundStream, wait_begun
 FLAGS = ["--max-num-batched-tokens", "64", "--max-num-seqs", "16", "--num-pages", "1024", "--fake-step-ms", "20"]
 TIMEOUTS = ["--router-timeout-s", "3"]
 ROUTER_TIMEOUTS = ["--worker-timeout-s", "3", "--heartbeat-s", "0.3"]
+SLOW_PREFILL = {"prefill-0": ["--fake-step-ms", "100"]}  # long enough to be stopped in it
 
 
 @pytest.fixture(scope="module", params=PARAMS)
 def deployment(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Deployment]:
     flags = [*FLAGS, *TIMEOUTS, *plane_flags(request.param)]
-    with deploy(tmp_path_factory.mktemp("stop"), "fake", flags=flags, router_flags=ROUTER_TIMEOUTS) as d:
+    directory = tmp_path_factory.mktemp("stop")
+    with deploy(directory, "fake", flags=flags, router_flags=ROUTER_TIMEOUTS, worker_flags=SLOW_PREFILL) as d:
         yield d
 
 
@@ -44,8 +45,8 @@ def prefilling(client: Client, deployment: Deployment) -> list[BackgroundStream]
     return streams
 
 
-def decoding(client: Client, deployment: Deployment) -> list[BackgroundStream]:
-    streams = [BackgroundStream(client, 40, 250, seed) for seed in range(3)]
+def decoding(client: Client, deployment: Deployment, num_tokens: int = 2000) -> list[BackgroundStream]:
+    streams = [BackgroundStream(client, 40, num_tokens, seed) for seed in range(3)]
     wait_begun(streams, 4)
     return streams
 
@@ -81,7 +82,7 @@ def test_decode_stopped_while_it_pulls(deployment: Deployment) -> None:
 
 def test_prefill_stopped_during_decodes_harms_nobody(deployment: Deployment) -> None:
     with deployment.client() as client:
-        streams = decoding(client, deployment)
+        streams = decoding(client, deployment, 250)
         with stopped(deployment, "prefill-0"):
             assert [stream.end() for stream in streams] == [None] * 3
         assert_well(deployment, client)
@@ -101,14 +102,12 @@ def test_stopped_router_loses_its_sequences(deployment: Deployment) -> None:
 def test_killed_router(deployment: Deployment) -> None:
     with deployment.client() as client:
         streams = [BackgroundStream(client, 40 if i % 2 else 800, 400, i) for i in range(30)]
-        wait_begun(streams[:1])
+        wait_until(lambda: any(stream.tokens for stream in streams), 20, "a first token")
         deployment.kill("router")
-        killed_s = time.monotonic()
         for stream in streams:
             assert isinstance(stream.end(), Unavailable)
         for worker in ("prefill-0", "decode-0"):
-            wait_until(lambda worker=worker: deployment.all_pages_free(worker), 10, f"{worker} to free its pages")
-        assert time.monotonic() - killed_s < 20
+            wait_until(lambda worker=worker: deployment.all_pages_free(worker), 20, f"{worker} to free its pages")
     deployment.start_router()
     deployment.wait_ready()
     with deployment.client() as client:

@@ -28,8 +28,8 @@ from tests.support.certificates import member
 
 from .world import DIGEST
 
-IDLE_S = 1.0
-"""A pull that receives nothing for so long fails, where a plane has such a limit."""
+IDLE_S, PATIENT_S = 1.0, 10.0
+"""Idle limits of pulls, where a plane has one: for a test that waits for it to pass, and for all others."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Plane:
     Attributes:
         name: As in --kv-transfer-config.
         source: Makes prefill's end over a pool, on a port (0: any).
-        sink: Makes decode's end over a pool; gets the sources of this process.
+        sink: Makes decode's end over a pool; gets the sources of this process and the idle limit.
         halt: In the process of the source: from now on calls a function in the middle of the first page of each batch
             that is sent, in the thread that sends it. None: no thread of the source takes part in a copy.
         crosses_processes: Its ends may be in two processes.
@@ -49,7 +49,7 @@ class Plane:
 
     name: str
     source: Callable[[KvPool, int], PageSource]
-    sink: Callable[[KvPool, Sequence[PageSource]], PageSink]
+    sink: Callable[[KvPool, Sequence[PageSource], float], PageSink]
     halt: Callable[[Callable[[object], None]], None] | None = None
     crosses_processes: bool = True
     sees_asks: bool = True
@@ -100,7 +100,7 @@ def of_library(
     if os.environ.get(LIBRARY_PLANE) != name:
         return []
 
-    def sink(pool: KvPool, _: object) -> PageSink:
+    def sink(pool: KvPool, *_: object) -> PageSink:
         return OneSidedSink(pool, name, library(pool), idle_s=3 * IDLE_S)
 
     return [Plane(name, lambda pool, _: source(pool), sink, sees_asks=False)]
@@ -110,25 +110,25 @@ PLANES = (
     Plane(
         "tcp",
         lambda pool, port: TcpPageSource(pool, DIGEST, port=port),
-        lambda pool, _: TcpPageSink(pool, DIGEST, idle_s=IDLE_S),
+        lambda pool, _, idle_s: TcpPageSink(pool, DIGEST, idle_s=idle_s),
         _halt_tcp,
     ),
     Plane(
         "tcp with tls",
         lambda pool, port: TcpPageSource(pool, DIGEST, port=port, tls=a_member()),
-        lambda pool, _: TcpPageSink(pool, DIGEST, idle_s=IDLE_S, tls=a_member()),
+        lambda pool, _, idle_s: TcpPageSink(pool, DIGEST, idle_s=idle_s, tls=a_member()),
         _halt_tcp,
     ),
     Plane(
         "shm",
         lambda pool, _: ShmPageSource(pool, DIGEST),
         # Small transfers in the event loop, large ones in threads.
-        lambda pool, _: ShmPageSink(pool, DIGEST, idle_s=IDLE_S, inline_bytes=4 * pool.page_bytes),
+        lambda pool, _, idle_s: ShmPageSink(pool, DIGEST, idle_s=idle_s, inline_bytes=4 * pool.page_bytes),
     ),
     Plane(
         "fake",
         lambda pool, _: FakePageSource(pool),
-        lambda pool, sources: FakePageSink(
+        lambda pool, sources, _: FakePageSink(
             pool, [s for s in sources if isinstance(s, FakePageSource)], MonotonicClock()
         ),
         crosses_processes=False,

@@ -24,7 +24,7 @@ from pdserve.kvtransfer.transport import SourcePageRef
 from pdserve.v1 import kvtransfer_pb2 as pb
 
 from .accounts import Borrower, Lender, assert_received
-from .planes import PLANES, Plane, planes
+from .planes import PATIENT_S, PLANES, Plane, planes
 from .scripted import SCRIPTED, ScriptedDecode, ScriptedPrefill, fake_hello, scripted_client, welcome
 from .world import DIGEST, INCARNATION, PROMPT_DIGEST, SMALL, Ref, eventually, hello, run, world
 
@@ -48,7 +48,7 @@ async def told(plane: Plane, order: Sequence[int]) -> str:
     messages.append(pb.ControlResponse(manifest=manifest))
     greeting = welcome(data_address=source.address, data_token=token, transport=plane.name)
     over = asyncio.Event()
-    sink = plane.sink(here, [source])
+    sink = plane.sink(here, [source], PATIENT_S)
     client = scripted_client(sink, ScriptedPrefill([greeting, *(messages[i] for i in order)], over.set), plane.name)
     borrower = Borrower(client, sink, here, SCRIPTED)
     loan = borrower.borrow("t", NUM_PAGES)
@@ -262,7 +262,7 @@ class Deaf(ScriptedPrefill):
 
 
 class Hasty(MonotonicClock):
-    """A hundred sleeps end at once, then `over` is set and the next ones last."""
+    """A hundred short sleeps end at once, then `over` is set and the next ones last; long ones always do."""
 
     def __init__(self) -> None:
         self.num_left, self.over = 100, asyncio.Event()
@@ -271,6 +271,7 @@ class Hasty(MonotonicClock):
         self.num_left -= 1
         if self.num_left <= 0:
             self.over.set()
+        if self.num_left <= 0 or seconds > 1000:
             await asyncio.Event().wait()
         await asyncio.sleep(0)
 
@@ -280,7 +281,7 @@ def test_renewals_for_a_prefill_worker_that_reads_nothing_do_not_pile_up() -> No
         here, channel, clock = KvPool(SMALL, 4), Deaf(), Hasty()
         sink = TcpPageSink(here, DIGEST)
         client = scripted_client(sink, channel)
-        client.clock = clock
+        client.clock, client.peer_timeout_s = clock, 1e6
         loan = Borrower(client, sink, here, SCRIPTED).borrow("t", 1)
         await asyncio.wait_for(clock.over.wait(), 10)
         await loan.incoming.abort()

@@ -272,6 +272,7 @@ def test_a_late_pull_is_told_at_once_and_ends_with_its_reads() -> None:
         async with pair(idle_s=0.05) as p:
             pull = p.start([1, 2], [1, 2], transfer_id="late")
             await eventually(lambda: p.overdue == [("late", "PULL_IDLE")])
+            p.sink._idle_s = 30.0
             await eventually(lambda: p.sink.num_quarantined == 2)
             assert not pull.done()
             assert await reason_of(p.start([3], [3])) == "PEER_STALLED"

@@ -25,7 +25,7 @@ from pdserve.kvtransfer.transport import PageSink, PageSource, SourcePageRef
 from .accounts import Borrower, Lender, Loan, assert_received
 from .blackhole import blackhole
 from .plane_peer import NUM_PAGES, PlanePeer, plane_peer
-from .planes import PLANES, REMOTE_PLANES, Plane, planes
+from .planes import IDLE_S, PATIENT_S, PLANES, REMOTE_PLANES, Plane, planes
 from .world import LAYOUT, SMALL, World, eventually, run, world
 
 every_plane = planes(PLANES)
@@ -33,6 +33,7 @@ every_remote_plane = planes(REMOTE_PLANES)
 every_asked_plane = planes([plane for plane in PLANES if plane.sees_asks])
 GONE = {"PEER_GONE", "PEER_LOST"}
 SILENT = {"PULL_IDLE", "PEER_SILENT", "PEER_GONE"}
+LONG_LEASE_S = 30.0  # for what is to go well, in a world whose leases are short
 
 
 def test_every_plane_that_workers_have_by_default_is_here() -> None:
@@ -77,7 +78,7 @@ async def here(plane: Plane, **options: object) -> AsyncIterator[Here]:
         return sources[0]
 
     def sink_of(pool: KvPool) -> PageSink:
-        return plane.sink(pool, sources)
+        return plane.sink(pool, sources, PATIENT_S)
 
     lenders = list[Lender]()
 
@@ -101,12 +102,12 @@ async def here(plane: Plane, **options: object) -> AsyncIterator[Here]:
 
 
 @asynccontextmanager
-async def across(plane: Plane, peer: PlanePeer) -> AsyncIterator[Borrower]:
+async def across(plane: Plane, peer: PlanePeer, idle_s: float = PATIENT_S) -> AsyncIterator[Borrower]:
     """Decode's side here, prefill's in the peer's process; at the end decode's books are even."""
     async with world(
         layout=LAYOUT,
         num_pages=NUM_PAGES,
-        sink_of=lambda pool: plane.sink(pool, ()),
+        sink_of=lambda pool: plane.sink(pool, (), idle_s),
         wanted=(plane.name,),
         peer_timeout_s=3.0,
     ) as w:
@@ -178,7 +179,7 @@ def test_killed_between_the_ranges_of_a_prompt(plane: Plane, num_ranges: int) ->
 @every_remote_plane
 def test_stopped_inside_a_page_and_resumed(plane: Plane) -> None:
     async def body() -> None:
-        async with plane_peer(plane, "p", halt="wait") as peer, across(plane, peer) as borrower:
+        async with plane_peer(plane, "p", halt="wait") as peer, across(plane, peer, IDLE_S) as borrower:
             loan = borrower.borrow("t", 8)
             await peer.lend("t", 8)
             if plane.halt is not None:
@@ -202,6 +203,7 @@ def test_stopped_inside_a_page_and_resumed(plane: Plane) -> None:
             await peer.heard("ended")
             await peer.even()
             assert borrower.even
+            borrower.sink._idle_s = PATIENT_S  # type: ignore[attr-defined]
             loan = borrower.borrow("again", 8)
             refs = await peer.lend("again", 8)
             assert isinstance(await loan.end(), TransferResult)
@@ -285,6 +287,7 @@ def test_a_network_that_swallows_everything_keeps_no_page(plane: Plane, computed
                 h.world.complete("t", 3)
             assert await h.lender.end_of("t") == (TransferState.EXPIRED, "LEASE_EXPIRED")
             assert h.lender.even and h.borrower.even
+            h.world.server._lease_s = LONG_LEASE_S
             await h.whole()
 
     run(body())
@@ -338,6 +341,7 @@ def test_a_lease_that_expires_ends_both_sides_and_serves_nothing_more(plane: Pla
             assert await loan.reason() == "LEASE_EXPIRED"
             token = h.world.source.new_reader()
             assert await refused(h, token, "t", refs) == ("ERR_STALE" if plane.sees_asks else "CORRUPT_PAGE")
+            h.world.server._lease_s = LONG_LEASE_S
             await h.whole()
 
     run(body())

@@ -15,7 +15,7 @@ from pdserve.core.errors import TransferError
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.transport import SourcePageRef
 
-from .planes import PLANES, Plane, planes
+from .planes import PATIENT_S, PLANES, Plane, planes
 from .world import LAYOUT, run
 
 NUM_PAGES, NUM_AT_ONCE = 64, 8
@@ -29,7 +29,7 @@ class Race:
         self.rng = random.Random(seed)
         self.there, self.here = KvPool(LAYOUT, NUM_PAGES), KvPool(LAYOUT, NUM_PAGES)
         self.source = plane.source(self.there, 0)
-        self.sink = plane.sink(self.here, [self.source])
+        self.sink = plane.sink(self.here, [self.source], PATIENT_S)
         self.token = self.source.new_reader()
         self.pages_there, self.pages_here = (
             np.frombuffer(pool.buffer, np.uint64).reshape(NUM_PAGES, -1) for pool in (self.there, self.here)
@@ -50,8 +50,9 @@ class Race:
         refs = [SourcePageRef(page, self.generations[page], 0) for page in sources]
         self.source.publish(f"t{number}", self.token, refs)
         pull = asyncio.create_task(self.sink.pull(self.source.address, self.token, f"t{number}", refs, destinations))
-        if self.rng.random() < 0.8:
-            await asyncio.sleep(self.rng.choice([0, 0, 0.0002, 0.0005, 0.001]))
+        if number % 5:  # every fifth is left alone, and another fifth disturbed before it begins
+            if number % 5 > 1:
+                await asyncio.sleep(self.rng.choice([0, 0, 0.0002, 0.0005, 0.001]))
             if self.rng.random() < 0.3:
                 pull.cancel()
             await self.source.withdraw(f"t{number}")

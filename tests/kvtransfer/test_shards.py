@@ -26,7 +26,7 @@ from pdserve.v1 import kvtransfer_pb2 as pb
 
 from .layouts import POISON, Kv, make_kv, make_pages, poisoned_pool, shards_of
 from .plane_peer import plane_peer
-from .planes import REMOTE_PLANES, Plane, planes
+from .planes import IDLE_S, REMOTE_PLANES, Plane, planes
 from .ranks import Rank, rank
 from .scripted import SCRIPTED, ScriptedPrefill, scripted_client, welcome
 from .world import DIGEST, HOST_ID, LAYOUT, PROMPT_DIGEST, Listener, eventually, reason_of, run, sink_over, source_over
@@ -414,7 +414,7 @@ def test_a_source_process_that_ends_inside_a_page_leaves_no_lease_and_no_writer(
         stages = Stages(
             pool,
             LAYOUT,
-            lambda _, memory: plane.sink(memory, ()),
+            lambda _, memory: plane.sink(memory, (), IDLE_S),
             MonotonicClock(),
             converts=CONVERSIONS,
             max_bytes=1 << 20,
@@ -424,7 +424,7 @@ def test_a_source_process_that_ends_inside_a_page_leaves_no_lease_and_no_writer(
             incarnation="b1",
             identity_digest=DIGEST,
             layout=LAYOUT,
-            sinks={plane.name: plane.sink(pool, ())},
+            sinks={plane.name: plane.sink(pool, (), IDLE_S)},
             host_id=HOST_ID,
             stages=stages,
             clock=MonotonicClock(),

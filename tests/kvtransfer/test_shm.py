@@ -347,7 +347,7 @@ def test_a_killed_source_fails_pulls_and_leaves_nothing_mapped() -> None:
 
 def test_a_stopped_source_serves_what_it_published_and_answers_no_new_reader() -> None:
     async def body() -> None:
-        async with pair(idle_s=0.3) as p:
+        async with pair() as p:
             pages = [SourcePageRef(i, 1, 0) for i in range(8)]
             with source_process() as (process, address, token):
                 await p.sink.pull(address, token, "t", pages[:1], [0])

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import pytest
 
 from pdserve.core.errors import ConfigError
-from pdserve.kvtransfer import memfd, shm_source, sockets, wire
+from pdserve.kvtransfer import acceptor, memfd, shm_source, sockets, wire
 from pdserve.kvtransfer.page_table import table_bytes
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.shm import ShmPageSink, ShmPageSource
@@ -73,6 +73,8 @@ def test_a_stranger_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_one_token_has_few_connections_and_ended_ones_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 20.0)
+
     async def body() -> None:
         async with pair() as p:
             await asyncio.to_thread(ask, p.source.address, bytes(64))  # its thread runs now

@@ -257,6 +257,7 @@ def test_strangers_get_no_thread_and_are_closed() -> None:
 
 def test_the_oldest_stranger_speaks_while_it_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
     """One look at the sockets reports both; the data plane outlives it."""
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 20.0)
 
     async def body() -> None:
         async with pair() as p:

@@ -213,9 +213,11 @@ def test_a_thousand_strangers_get_no_thread_no_memory_and_no_page(
                     assert p.source._acceptor.num_strangers <= acceptor.MAX_STRANGERS
                     open_ones = [s for made in [*wrapped] if (s := made()) is not None and s.fileno() >= 0]
                     assert len(open_ones) <= acceptor.MAX_STRANGERS + 5
+                    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 20.0)  # a member has its time
                     fresh = TcpPageSink(p.here, DIGEST, tls=tls)
                     await fresh.pull(p.source.address, p.token, "t", pages, [2, 3])
                     await fresh.close()
+                    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 0.5)
             for sock in opened:
                 got = b""
                 with suppress(OSError):
@@ -232,7 +234,9 @@ def test_a_thousand_strangers_get_no_thread_no_memory_and_no_page(
     run(body(), 60)
 
 
-def test_members_are_not_pushed_out_by_strangers(files: TlsConfig) -> None:
+def test_members_are_not_pushed_out_by_strangers(files: TlsConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 20.0)
+
     async def body() -> None:
         tls = Tls(files)
         async with tls_pair(tls, tls) as p:
@@ -455,6 +459,7 @@ def test_handshakes_that_are_broken_anywhere_break_nothing_else(
                     if rng.random() < 0.7:
                         sock.sendall(words[cut:])
             await eventually(lambda: p.source._acceptor.num_strangers == 0)
+            monkeypatch.setattr(acceptor, "HELLO_TIMEOUT_S", 20.0)
             pages = p.refs(range(2))
             p.source.publish("t", p.token, pages)
             await p.sink.pull(p.source.address, p.token, "t", pages, [0, 1])

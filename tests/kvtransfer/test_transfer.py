@@ -11,7 +11,7 @@ import pytest
 from pdserve.core.clock import MonotonicClock
 from pdserve.core.errors import PdserveError, TransferError
 from pdserve.core.layout import KVLayout
-from pdserve.kvtransfer.fake import FakePageSink, FakePageSource, PageFate
+from pdserve.kvtransfer.fake import FakePageSink, FakePageSource
 from pdserve.kvtransfer.handoff import TransferState
 from pdserve.kvtransfer.pool import KvPool
 from pdserve.kvtransfer.tcp import TcpPageSource
@@ -233,24 +233,51 @@ def test_a_lease_ends_when_nobody_renews_it_and_not_before() -> None:
     run(body())
 
 
+class Told(MonotonicClock):
+    """A clock that goes when it is told to; its sleeps are those of the machine."""
+
+    at_s = 0.0
+
+    def now(self) -> float:
+        return self.at_s
+
+
+class Held(MonotonicClock):
+    """A clock on which nobody's sleep ends before `go`."""
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        await self.go.wait()
+
+
 def test_decode_keeps_the_lease_of_a_slow_pull_alive() -> None:
     async def body() -> None:
         sources: list[FakePageSource] = []
+        prefill, pulling = Told(), Held()
 
         def source_of(pool: KvPool) -> FakePageSource:
             sources.append(FakePageSource(pool))
             return sources[0]
 
         def sink_of(pool: KvPool) -> FakePageSink:
-            sink = FakePageSink(pool, sources, MonotonicClock())
-            sink.fate = lambda transfer_id, page: PageFate(delay_s=1.5)
-            return sink
+            return FakePageSink(pool, sources, pulling)
 
-        async with world(lease_s=0.5, source_of=source_of, sink_of=sink_of) as w:
+        async with world(lease_s=0.5, prefill_clock=prefill, source_of=source_of, sink_of=sink_of) as w:
             w.server.offer("t", 1)
             incoming = w.start("t", 1)
             w.server.pages_ready("t", 0, [Ref(4)])
             w.complete("t", 1)
+
+            def is_renewed() -> bool:
+                return (w.server._entries["t"].transfer.lease_expires_s or 0.0) >= prefill.at_s + 0.5
+
+            for _ in range(4):  # three times its length in all
+                await eventually(is_renewed)
+                prefill.at_s += 0.4
+                w.server.sweep()
+            pulling.go.set()
             await incoming.result()
             assert w.decode.page(0) == w.prefill.page(4)
             assert (await w.listener.end_of("t"))[0] is TransferState.COMPLETE

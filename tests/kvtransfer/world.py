@@ -13,7 +13,7 @@ import grpc.aio
 import pytest
 import xxhash
 
-from pdserve.core.clock import MonotonicClock
+from pdserve.core.clock import Clock, MonotonicClock
 from pdserve.core.errors import TransferError
 from pdserve.core.grpc_server import ErrorInterceptor, open_channel
 from pdserve.core.layout import KVLayout
@@ -165,6 +165,7 @@ async def world(
     source_of: Callable[[KvPool], PageSource] | None = None,
     listener_of: Callable[[KvPool], Listener] | None = None,
     peer_timeout_s: float = 3.0,
+    prefill_clock: Clock | None = None,
     expect: Callable[[Sequence[int]], None] | None = None,
     decode_integrity: str = "host",
     prefill_tls: Tls | None = None,
@@ -183,7 +184,7 @@ async def world(
         identity_digest=DIGEST,
         incarnation=INCARNATION,
         listener=listener,
-        clock=MonotonicClock(),
+        clock=prefill_clock or MonotonicClock(),
         lease_s=lease_s,
         **server_options,
     )

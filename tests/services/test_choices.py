@@ -10,7 +10,7 @@ from pdserve.core.request import Role
 from pdserve.engine.config import EngineConfig
 from pdserve.engine.fake import expected_tokens
 from pdserve.v1 import common_pb2, worker_pb2
-from tests.services.test_pair import TOKENIZER, prompt_of, run
+from tests.services.test_pair import CREEPING, TOKENIZER, prompt_of, run
 from tests.services.world import Pair, Router, engine_config, until
 
 
@@ -145,7 +145,7 @@ def test_a_transfer_that_fails_is_told_once() -> None:
         _, d = await both.ended("r")
         assert d.failed is not None and d.finished is None
 
-    run(scenario)
+    run(scenario, prefill=CREEPING)
 
 
 def test_emitted_tokens_of_several_choices_are_refused() -> None:

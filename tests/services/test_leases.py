@@ -23,8 +23,8 @@ class AheadClock(MonotonicClock):
 def test_an_unopened_lease_expires_though_nothing_else_happens() -> None:
     async def scenario(both: Pair) -> None:
         await both.to_prefill.send(submit=both.submission("r", prompt_of(100)))
+        await until(lambda: both.to_prefill.of("r").failed is not None, "the failure")
         await both.prefill.all_free()
-        await until(lambda: both.to_prefill.of("r").failed is not None, "the failure")  # on its way as pages are freed
         failed = both.to_prefill.of("r").failed
         assert len(both.to_prefill.of("r").token_ids) == 1
         assert failed is not None and failed.reason == "LEASE_EXPIRED"

@@ -17,6 +17,8 @@ from tests.services.world import Pair, connect, engine_config, pair, until
 
 TOKENIZER = Tokenizer.fake(FAKE_VOCAB_SIZE)
 LONG = 4000
+CREEPING = engine_config(max_num_batched_tokens=2, max_num_seqs=2, fake_step_ms=1)  # seconds for a LONG prompt
+UNHURRIED = engine_config(fake_step_ms=1)  # seconds for thousands of tokens
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -63,9 +65,8 @@ def test_chunks_smaller_than_a_page() -> None:
         for n in (1, 15, 16, 17, 50):
             await both.submit(f"r{n}", prompt_of(n))
         for n in (1, 15, 16, 17, 50):
-            d = both.to_decode.of(f"r{n}")
-            await until(lambda d=d: d.finished is not None, "decode's end")  # type: ignore[misc]
-            assert both.to_prefill.of(f"r{n}").token_ids + d.token_ids == expected_tokens(prompt_of(n), 16), n
+            p, d = await both.ended(f"r{n}")
+            assert p.token_ids + d.token_ids == expected_tokens(prompt_of(n), 16), n
 
     run(scenario, prefill=engine_config(max_num_batched_tokens=3, max_num_seqs=3))
 
@@ -143,15 +144,14 @@ def test_32_sequences_share_one_message_per_step() -> None:
         for i in range(32):
             await both.submit(f"r{i}", prompt_of(30, i), max_tokens=50)
         for i in range(32):
-            d = both.to_decode.of(f"r{i}")
-            await until(lambda d=d: d.finished is not None, "the end")  # type: ignore[misc]
-            assert both.to_prefill.of(f"r{i}").token_ids + d.token_ids == expected_tokens(prompt_of(30, i), 50)
+            p, d = await both.ended(f"r{i}")
+            assert p.token_ids + d.token_ids == expected_tokens(prompt_of(30, i), 50)
         for router, running in ((both.to_prefill, both.prefill), (both.to_decode, both.decode)):
             steps = [m.step for m in router.step_messages]
             assert len(steps) == len(set(steps)) <= running.metric("pdserve_engine_steps_total")
         assert max(len(m.outputs) for m in both.to_decode.step_messages) > 1
 
-    run(scenario)
+    run(scenario, decode=UNHURRIED)
 
 
 # ---- aborts ----------------------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ def test_abort_while_queued() -> None:
         await both.abort(both.to_prefill, "busy")
         assert both.to_decode.of("r").reservation is None
 
-    run(scenario, decode=engine_config(num_pages=256, max_num_seqs=1))
+    run(scenario, decode=engine_config(num_pages=256, max_num_seqs=1, fake_step_ms=1))
 
 
 def test_abort_while_prefilling() -> None:
@@ -179,7 +179,7 @@ def test_abort_while_prefilling() -> None:
         await both.abort(both.to_decode, "r")  # may have ended already: its transfer was closed
         assert both.to_prefill.of("r").token_ids == []
 
-    run(scenario, prefill=engine_config(max_num_batched_tokens=2, max_num_seqs=2))
+    run(scenario, prefill=CREEPING)
 
 
 def test_abort_of_a_lease_that_nobody_opened() -> None:
@@ -229,7 +229,7 @@ def test_abort_while_decoding() -> None:
         again.aborted = None
         assert not (await both.abort(both.to_decode, "r")).known, "the second abort finds nothing"
 
-    run(scenario)
+    run(scenario, decode=UNHURRIED)
 
 
 def test_random_aborts_leave_nothing_behind() -> None:
@@ -312,7 +312,7 @@ def test_a_reservation_without_room_is_refused_with_retry_after() -> None:
         await both.abort(both.to_prefill, "second")
         await both.abort(both.to_decode, "first")
 
-    run(scenario, decode=engine_config(num_pages=256), worker=WorkerConfig(reserve_wait_s=0.05))
+    run(scenario, decode=engine_config(num_pages=256, fake_step_ms=1), worker=WorkerConfig(reserve_wait_s=0.05))
 
 
 def test_a_prompt_whose_token_ends_the_request_waits_for_no_decode_worker() -> None:
@@ -346,7 +346,7 @@ def test_a_newer_attempt_or_a_newer_request_of_the_same_id_ends_the_older_one(ne
 
 def test_prefill_dies_in_the_middle() -> None:
     async def scenario() -> None:
-        async with pair(prefill=engine_config(max_num_batched_tokens=2, max_num_seqs=2)) as both:
+        async with pair(prefill=CREEPING) as both:
             await both.submit("r", prompt_of(LONG))
             await until(lambda: both.decode.handler.load().num_free_pages < 512, "pages to be reserved")
             await both.prefill.server.stop(0)
@@ -363,7 +363,7 @@ def test_a_dead_engine_fails_every_stream_and_the_process(which: str, monkeypatc
     from pdserve.engine.fake import FakeRunner
 
     async def scenario() -> None:
-        async with pair(prefill=engine_config(max_num_batched_tokens=2, max_num_seqs=2)) as both:
+        async with pair(prefill=CREEPING, decode=UNHURRIED) as both:
             dying = both.prefill if which == "prefill" else both.decode
             router = both.to_prefill if which == "prefill" else both.to_decode
             prompt = prompt_of(LONG if which == "prefill" else 20)

@@ -45,10 +45,9 @@ def test_no_foreign_or_missing_token_at_any_border(prefill: int, decode: int) ->
             for i, prompt in enumerate(prompts):
                 await both.submit(f"r{turn}-{i}", prompt, max_tokens=40)
             for i, prompt in enumerate(prompts):
-                d = both.to_decode.of(f"r{turn}-{i}")
-                await until(lambda d=d: d.finished is not None or d.failed is not None, "the end")  # type: ignore[misc]
+                p, d = await both.ended(f"r{turn}-{i}")
                 assert d.failed is None, d.failed
-                got = both.to_prefill.of(f"r{turn}-{i}").token_ids + d.token_ids
+                got = p.token_ids + d.token_ids
                 assert got == expected_tokens(prompt, 40), (turn, i, len(prompt))
         num = both.decode.metric("pdserve_kv_transfers_total", outcome="complete")
         assert num == 4 * len(borders)

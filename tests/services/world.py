@@ -179,6 +179,7 @@ class Pair:
     decode: Running
     to_prefill: Router
     to_decode: Router
+    at_both: set[str] = field(default_factory=set)  # requests that `submit` sent
 
     def submission(
         self,
@@ -209,6 +210,7 @@ class Pair:
 
     async def submit(self, request_id: str, prompt: Sequence[int], **options: object) -> None:
         """Submits both parts at the same time."""
+        self.at_both.add(request_id)
         for router, part in ((self.to_prefill, common_pb2.ROLE_PREFILL), (self.to_decode, common_pb2.ROLE_DECODE)):
             await router.send(submit=self.submission(request_id, prompt, part, **options))  # type: ignore[arg-type]
 
@@ -228,7 +230,10 @@ class Pair:
             return any(h.finished is not None or h.failed is not None for h in (p, d))
 
         await until(over, f"the end of {request_id}")
-        return self.to_prefill.of(request_id), self.to_decode.of(request_id)
+        p, d = self.to_prefill.of(request_id), self.to_decode.of(request_id)
+        if d.finished is not None and request_id in self.at_both:  # its session may be read later than the other
+            await until(lambda: p.timings is not None or p.finished is not None, f"prefill's part of {request_id}")
+        return p, d
 
     async def all_free(self) -> None:
         """Both workers are as if nothing had been."""
