@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 MIN_RENEWAL_S = 0.05
+_SILENT_TICKS = 6
 ControlCall = grpc.aio.StreamStreamCall[pb.ControlRequest, pb.ControlResponse]
 Outgoing = pb.ControlRequest | Callable[[], pb.ControlRequest | None]
 """A message, or what makes it, or finds nothing to say, once the welcome is there."""
@@ -62,6 +63,7 @@ class ControlStream:
         self._client = client
         self._outbox: asyncio.Queue[Outgoing] = asyncio.Queue()
         self._renewal_waits = False
+        self._silent_ticks = 0
         self.task = asyncio.get_running_loop().create_task(self._run())
 
     @property
@@ -105,12 +107,13 @@ class ControlStream:
                 welcome.check(first.welcome, self.peer.worker_id, client.integrity)
                 await self._open_inlet(first.welcome)
                 self.welcome = first.welcome
-                reading = asyncio.create_task(self._listen(call))
-                tasks = [reading, asyncio.create_task(self._write(call)), asyncio.create_task(self._renew())]
-                ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in ended:
-                    task.result()  # raises what went wrong
-                await reading  # the writer only noticed first
+                parts = (self._listen(call), self._write(call), self._renew(), self._watch_silence())
+                tasks = [asyncio.create_task(part) for part in parts]
+                running = set(tasks)
+                while True:  # a writer that ends only noticed first that the call died
+                    ended, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                    for task in ended:
+                        task.result()  # raises what went wrong
             except grpc.aio.AioRpcError as e:
                 raise await self._why_ended(e) from e
             except TimeoutError as e:
@@ -162,7 +165,7 @@ class ControlStream:
         self.inlet = await open_inlet(name, sink, stages, ours, theirs, first_heads)
         log.info("pages of prefill worker %s come over %s%s", self.peer.worker_id, name, _converted(theirs, ours))
 
-    async def _read(self, call: ControlCall, timeout_s: float) -> pb.ControlResponse:
+    async def _read(self, call: ControlCall, timeout_s: float | None) -> pb.ControlResponse:
         message = await self._client.clock.wait_for(call.read(), timeout_s)
         if not isinstance(message, pb.ControlResponse):
             raise TransferError(f"prefill worker {self.peer.worker_id} ended the stream", reason="PEER_LOST")
@@ -170,7 +173,16 @@ class ControlStream:
 
     async def _listen(self, call: ControlCall) -> None:
         while True:
-            self._on_message(await self._read(call, self._client.peer_timeout_s))
+            message = await self._read(call, None)
+            self._silent_ticks = 0
+            self._on_message(message)
+
+    async def _watch_silence(self) -> None:
+        """Raises TimeoutError when the peer is silent; in ticks, as in `core.session`: a stalled loop blames nobody."""
+        while self._silent_ticks < _SILENT_TICKS:
+            await self._client.clock.sleep(self._client.peer_timeout_s / _SILENT_TICKS)
+            self._silent_ticks += 1
+        raise TimeoutError
 
     async def _write(self, call: ControlCall) -> None:
         """Sends what is queued; when the call died, the reader sees it and ends the stream."""

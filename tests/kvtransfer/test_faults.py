@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -162,6 +163,23 @@ def test_a_peer_that_falls_silent_is_taken_for_dead() -> None:
                 await incoming.result()
             assert e.value.reason == "PEER_SILENT"
             assert await w.listener.end_of("t") == (TransferState.FAILED, "PEER_LOST")
+
+    run(body())
+
+
+def test_a_process_that_stood_still_takes_nobody_for_dead() -> None:
+    """Both sides are of this process: while it stands still no sign of life can come."""
+
+    async def body() -> None:
+        async with world(heartbeat_s=0.05, peer_timeout_s=0.6) as w:
+            w.server.offer("t", 1)
+            incoming = w.start("t", 1)
+            await w.listener.until(lambda: w.listener.opened == ["t"])
+            time.sleep(1.0)  # noqa: ASYNC251  nothing runs: that is the fault
+            w.server.pages_ready("t", 0, [Ref(6)])
+            w.complete("t", 1)
+            await incoming.result()
+            assert w.decode.page(0) == w.prefill.page(6)
 
     run(body())
 
