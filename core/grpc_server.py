@@ -38,6 +38,7 @@ from pdserve.v1 import common_pb2
 REASON_KEY = "pdserve-reason"
 RETRY_AFTER_KEY = "pdserve-retry-after-ms"
 KEEPALIVE_S = 10.0
+CONNECT_MS = 3000
 STOP_TIMEOUT_S = 3.0
 HANDSHAKE_TIMEOUT_S = 5.0
 MAX_PROBES = 64
@@ -248,7 +249,7 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int | str]]:
         ("grpc.keepalive_timeout_ms", 5000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", CONNECT_MS),  # no backoff, but the least time that an attempt has
         ("grpc.max_reconnect_backoff_ms", 2000),
         ("grpc.use_local_subchannel_pool", 1),
     ]

@@ -21,6 +21,7 @@ from pdserve.core import grpc_server
 from pdserve.core.errors import PdserveError
 from pdserve.core.grpc_server import GrpcServer, error_from_rpc, open_channel
 from pdserve.core.tls import Tls, TlsConfig
+from tests.kvtransfer.blackhole import blackhole
 from tests.support.certificates import EXPIRED, client_hello, member, unproven
 from tests.support.waiting import eventually
 
@@ -194,6 +195,19 @@ def test_a_rotation_goes_without_a_restart_and_without_a_cut(tmp_path: Path) -> 
             late = Tls(member(tmp_path / "late", AUTHORITY))
             assert isinstance(await call(address, late), PdserveError)
             assert await ask(old) == "SERVING"
+
+    asyncio.run(main())
+
+
+def test_a_handshake_has_more_time_than_the_first_pause_between_tries(tmp_path: Path) -> None:
+    async def main() -> None:
+        good = Tls(member(tmp_path, AUTHORITY))
+        async with serving(good) as address, blackhole(address) as link:
+            link.hold()
+            asking = asyncio.create_task(call(link.address, good))
+            await asyncio.wait([asking], timeout=0.5)
+            link.let_go()
+            assert await asking == "SERVING"
 
     asyncio.run(main())
 
